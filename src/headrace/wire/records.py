@@ -1,0 +1,343 @@
+"""What flows through the topics: one frozen type per record, as MessagePack maps.
+
+Field names are the format: readers ignore fields they do not know, and refuse a record that lacks one without a default. Adding a
+field with a default is a compatible change; anything else is a new `VERSION` of the type. Arrays of numbers travel as packed
+little-endian bytes (`wire.packed`), never as lists.
+
+Not here: how records become bytes (`wire.codec`), where they go (`wire.topics`).
+
+Identity: a *group* is the trainable unit (`group_id`); a rollout is `group_id/member`; `attempt` counts the tries of one group, and a
+reader keeps the highest attempt that is whole.
+"""
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Source = Literal["sim", "live"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """Base of everything on a topic."""
+
+    VERSION: ClassVar[int] = 1
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what lives inside a record."""
+
+
+class Sampling(Part, frozen=True, kw_only=True):
+    temperature: float = 1.0
+    tokens_max: int = 16
+    """Upper bound of generated tokens in one turn."""
+    turns_max: int = 2
+
+
+class Prompt(Record, frozen=True, kw_only=True):
+    """One group to roll out."""
+
+    run: str
+    group_id: str
+    env: str
+    task_id: str
+    seed: int
+    group_size: int
+    sampling: Sampling
+    components: dict[str, float]
+    """Required reward components and their weights in the total."""
+    weights_version: int
+    """Version when admitted."""
+    admitted_ms: int
+    deadline_ms: int
+    """Broker time after which the group closes with what it has."""
+    region: str = "local"
+
+
+class Span(Part, frozen=True, kw_only=True):
+    """Output tokens `[start, end)` of one step were generated under `weights_version`."""
+
+    start: int
+    end: int
+    weights_version: int
+
+
+class ToolCall(Part, frozen=True, kw_only=True):
+    name: str
+    arguments: dict[str, str]
+
+
+class RolloutStep(Record, frozen=True, kw_only=True):
+    """One agent turn: only new tokens; the context is rebuilt by appending steps in order."""
+
+    run: str
+    group_id: str
+    member: int
+    attempt: int
+    step: int
+    last: bool
+    """No further step of this rollout follows."""
+    source: Source
+    segment: int = 0
+    base_length: int
+    """Tokens of context before `tokens_in`."""
+    prefix_length: int
+    """Tokens of the prompt that the whole group shares; attention blocks are aligned to it (kernels)."""
+    tokens_in: bytes
+    """u32: new context tokens (the prompt in step 0, a tool's result later)."""
+    tokens_out: bytes
+    """u32: generated tokens."""
+    logp: bytes
+    """f32, one per output token, at the sampling temperature."""
+    loss_mask: bytes
+    """u8, one per output token: 1 = trained."""
+    spans: tuple[Span, ...]
+    weights_version: int
+    """Version when the generation of this step started."""
+    routes: bytes = b""
+    """u8 or u16 `[tokens_in + tokens_out, layers, top_k]` in the router's order; the dtype's largest value = not recorded (the last
+    output token was never fed forward)."""
+    routes_shape: tuple[int, ...] = ()
+    tool_call: ToolCall | None = None
+    tool_result: str | None = None
+    finish: str
+    temperature: float
+    started_ms: int
+    ended_ms: int
+    region: str = "local"
+    worker: str = ""
+
+
+class Reward(Record, frozen=True, kw_only=True):
+    """One component's judgement of one rollout."""
+
+    run: str
+    group_id: str
+    member: int
+    attempt: int
+    component: str
+    verdict: Literal["score", "quarantine"] = "score"
+    value: float = 0.0
+    range_min: float = 0.0
+    range_max: float = 1.0
+    evidence: str = ""
+    grader: str = ""
+    """Name and version of what judged."""
+
+
+class Feedback(Record, frozen=True, kw_only=True):
+    """What an editor reports of one suggestion."""
+
+    run: str = ""
+    event_id: str
+    suggestion_id: str
+    kind: Literal["shown", "accepted", "partially_accepted", "rejected", "ignored", "undone", "persisted"]
+    editor_ms: int
+    view_id: str = ""
+    user: str = ""
+    """Pseudonym: a keyed hash."""
+    client: str = ""
+    accepted_length: int | None = None
+    superseded_by: str | None = None
+    persisted_s: int | None = None
+    difference: float | None = None
+
+
+class Rollout(Part, frozen=True, kw_only=True):
+    """A member of a closed group. `reward` is None when a required component never came."""
+
+    member: int
+    attempt: int
+    steps: tuple[RolloutStep, ...]
+    components: dict[str, float]
+    reward: float | None
+    quarantined: bool = False
+    whole: bool = True
+    """Its last step arrived."""
+
+
+class Claim(Part, frozen=True, kw_only=True):
+    """Claim check: the value lies in the blob store under its content hash."""
+
+    uri: str
+    sha256: str
+    bytes: int
+
+
+class Experience(Record, frozen=True, kw_only=True):
+    """A closed group: all that the trainer needs."""
+
+    run: str
+    group_id: str
+    source: Source
+    env: str
+    task_id: str
+    group_size: int
+    rollouts: tuple[Rollout, ...]
+    missing: tuple[int, ...] = ()
+    """Members without a whole, fully rewarded rollout."""
+    closed: Literal["complete", "timeout", "failed"]
+    """failed: the workers gave the group up, see `reason`."""
+    reason: str = ""
+    admitted_version: int
+    opened_ms: int
+    closed_ms: int
+    region: str = "local"
+    claim: Claim | None = None
+    """Set instead of `rollouts` when the record would pass 900 kB."""
+
+
+class GroupFailed(Record, frozen=True, kw_only=True):
+    """A worker gave a group up (sandbox or inference failed on every attempt). Travels on `rollout.steps`."""
+
+    run: str
+    group_id: str
+    attempt: int
+    reason: str
+    worker: str = ""
+
+
+class Consumed(Part, frozen=True, kw_only=True):
+    """One record behind a training step, in the order of the batch."""
+
+    topic: str
+    partition: int
+    offset: int
+    group_id: str
+
+
+class Drop(Part, frozen=True, kw_only=True):
+    """A unit, or a member of it, that was read and not trained."""
+
+    group_id: str
+    reason: str
+    member: int | None = None
+    tokens: int = 0
+    env: str = ""
+
+
+class Checkpoint(Part, frozen=True, kw_only=True):
+    uri: str
+    sha256: str
+
+
+class TrainStep(Record, frozen=True, kw_only=True):
+    """The ledger: everything needed to compute this step again."""
+
+    run: str
+    step: int
+    """Counts from 1; step N turns version N - 1 into version N."""
+    version_from: int
+    version_to: int
+    consumed: tuple[Consumed, ...]
+    positions: dict[str, int]
+    """`topic/partition` -> next position after this step."""
+    admitted: tuple[str, ...]
+    drops: tuple[Drop, ...]
+    config: str
+    """Resolved hyperparameters as canonical JSON."""
+    config_sha256: str
+    seed: int
+    code: str
+    """Headrace version and source hash."""
+    libraries: dict[str, str]
+    threads: int
+    kernel_probe: str
+    metrics: dict[str, float]
+    root_before: str
+    root_after: str
+    checkpoint: Checkpoint | None = None
+    started_ms: int
+    ended_ms: int
+
+
+class Encoding(Part, frozen=True, kw_only=True):
+    """One way to obtain a version: `full` needs no base."""
+
+    kind: Literal["full", "delta"]
+    uri: str
+    sha256: str
+    bytes: int
+    base_version: int | None = None
+    base_root: str | None = None
+
+
+class WeightsPublished(Record, frozen=True, kw_only=True):
+    run: str
+    version: int
+    root: str
+    step: int
+    manifest_uri: str
+    manifest_sha256: str
+    encodings: tuple[Encoding, ...]
+    published_ms: int
+
+
+class WeightsPromoted(Record, frozen=True, kw_only=True):
+    run: str
+    version: int
+    share: float
+    evidence: str = ""
+
+
+class WeightsRevoked(Record, frozen=True, kw_only=True):
+    run: str
+    version: int
+    evidence: str = ""
+
+
+class WeightsAck(Record, frozen=True, kw_only=True):
+    """The version a replica really serves."""
+
+    run: str
+    region: str
+    replica: str
+    version: int
+    root: str
+    outcome: Literal["serving", "refused"]
+    detail: str = ""
+    pause_ms: float = 0.0
+    acked_ms: int
+
+
+class Turn(Part, frozen=True, kw_only=True):
+    """One turn as a person reads it."""
+
+    call: str
+    result: str
+    finish: str
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """One held-out task tried once under one weights version; never trained on."""
+
+    run: str
+    version: int
+    round: str
+    """Which comparison it belongs to, e.g. `before`, `after`, `watch`."""
+    mode: Literal["sampled", "greedy"]
+    task_id: str
+    kind: str
+    sample: int
+    passed: bool
+    passed_first: bool
+    reward: float
+    turns: tuple[Turn, ...]
+    finish: str
+
+
+class DeadLetter(Record, frozen=True, kw_only=True):
+    """A record that could not be decoded or handled, with its original bytes and position."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    error: str
+    """Type of the error."""
+    reason: str
+    by: str
+    """Process that could not handle it."""
+    at_ms: int

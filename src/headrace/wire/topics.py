@@ -1,0 +1,87 @@
+"""The topics: which records they carry and the settings they need. The one home of names and limits.
+
+Not here: creating them (`bus`, `headrace topics create`).
+"""
+
+from dataclasses import dataclass
+
+from headrace.wire import records as r
+
+DAY_MS = 86_400_000
+FOR_EVER = -1
+RECORD_BYTES_MAX = 1_000_000
+"""Largest encoded value. The broker's limit is 1,048,588 for a whole batch and aiokafka checks 1,048,576 before compression; the rest
+is room for key and headers."""
+CLAIM_BYTES = 900_000
+"""An `Experience` above this travels as a claim check."""
+PARTITIONS = 4
+"""Of every topic keyed by group: the same number everywhere, so that a join finds all of a group in one partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    name: str
+    records: tuple[type[r.Record], ...]
+    key: str
+    """What the key is, in words; `group_id` topics are co-partitioned."""
+    partitions: int
+    retention_ms: int
+    compacted: bool = False
+    note: str = ""
+
+
+def _by_group(name: str, *records: type[r.Record], days: int, note: str) -> Topic:
+    return Topic(name, records, "group_id", PARTITIONS, days * DAY_MS, note=note)
+
+
+PROMPTS = _by_group("prompts", r.Prompt, days=7, note="one record = one group to roll out")
+ROLLOUT_STEPS = _by_group(
+    "rollout.steps", r.RolloutStep, r.GroupFailed, days=30, note="one record per agent turn"
+)
+REWARDS = _by_group("rewards", r.Reward, days=30, note="one record per rollout and component")
+FEEDBACK = _by_group("feedback", r.Feedback, days=30, note="what editors report; key = suggestion_id")
+EXPERIENCE = _by_group("experience", r.Experience, days=90, note="closed groups")
+TRAIN_STEPS = Topic("train.steps", (r.TrainStep,), "run", 1, FOR_EVER, note="the ledger")
+WEIGHTS = Topic(
+    "weights",
+    (r.WeightsPublished, r.WeightsPromoted, r.WeightsRevoked),
+    "run",
+    1,
+    FOR_EVER,
+    note="announcements, ordered",
+)
+WEIGHTS_ACKS = Topic(
+    "weights.acks", (r.WeightsAck,), "region/replica", 1, 7 * DAY_MS, note="versions really serving"
+)
+EVALUATIONS = Topic(
+    "evaluations", (r.Evaluation,), "run", 1, 90 * DAY_MS, note="held-out tries, never trained on"
+)
+EXPERIENCE_STATE = Topic(
+    "streams.experience.state",
+    (),
+    "group_id",
+    PARTITIONS,
+    FOR_EVER,
+    compacted=True,
+    note="state of the join, written in the transaction of its outputs",
+)
+DEAD_LETTERS = Topic(
+    "dead.letters", (r.DeadLetter,), "topic/partition/offset", 1, 30 * DAY_MS, note="original bytes + reason"
+)
+
+TOPICS: dict[str, Topic] = {
+    topic.name: topic
+    for topic in (
+        PROMPTS,
+        ROLLOUT_STEPS,
+        REWARDS,
+        FEEDBACK,
+        EXPERIENCE,
+        TRAIN_STEPS,
+        WEIGHTS,
+        WEIGHTS_ACKS,
+        EVALUATIONS,
+        EXPERIENCE_STATE,
+        DEAD_LETTERS,
+    )
+}
