@@ -1,4 +1,5 @@
-"""The tree of errors. The type names the boundary that failed; `retriable` says whether trying again can help.
+"""The tree of errors. The type names the boundary that failed; `retriable` says whether trying again can
+help.
 
     HeadraceError
     ├── ConfigError            a setting is unknown, missing or out of range
@@ -17,15 +18,16 @@
     │   └── Overloaded         (retriable) its queue is full
     └── TrainingError          a step could not be computed; names the record
 
-A message begins with the place, then what was expected and what came: `rollout.steps[3]@1042: tokens_out: expected bytes, got int`.
-A broken invariant is not in this tree: it is an assertion.
+A message begins with the place, then what was expected and what came: `rollout.steps[3]@1042: tokens_out:
+expected bytes, got int`. A broken invariant is not in this tree: it is an assertion.
 """
 
 from typing import ClassVar
 
 
 class HeadraceError(Exception):
-    """Base of all faults that Headrace names. `exit_code` is what a command ends with when one reaches its top."""
+    """Base of all faults that Headrace names. `exit_code` is what a command ends with when one reaches its
+    top."""
 
     retriable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1

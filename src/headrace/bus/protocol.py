@@ -1,14 +1,17 @@
 """The log as Headrace sees it: a small protocol with two implementations (`bus.sqlite`, `bus.kafka`).
 
-Not here: what a record means (`wire`), who reads what (`producers`, `consumers`, `streams`). Nothing in this module does I/O.
+Not here: what a record means (`wire`), who reads what (`producers`, `consumers`, `streams`). Nothing in this
+module does I/O.
 
 Guarantees that the contract suite (tests/bus/contract.py) holds both implementations to:
 
 - `produce` returns when the batch is durable; records of one partition keep their order.
 - The partition of a key is `partition_of(key, partitions)` on both buses.
-- Offsets grow, with gaps: the next position after a record is `offset + 1`, but the record there may have a larger offset.
+- Offsets grow, with gaps: the next position after a record is `offset + 1`, but the record there may have a
+  larger offset.
 - Readers see committed transactions only, whole or not at all.
-- `Transactor.start` fences every earlier holder of the same id: its next commit raises `Fenced` and leaves nothing behind.
+- `Transactor.start` fences every earlier holder of the same id: its next commit raises `Fenced` and leaves
+  nothing behind.
 - A consumer group's committed position never moves past a record that its member did not commit.
 """
 
@@ -97,7 +100,8 @@ class Reader(Protocol):
     async def read(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
         """The next deliveries (in order within a partition), or [] after `wait_ms` without any.
 
-        Raises OffsetGone when a position has left the log (retention, or a topic made anew): never skips silently.
+        Raises OffsetGone when a position has left the log (retention, or a topic made anew): never skips
+        silently.
         """
         ...
 
@@ -112,13 +116,15 @@ class GroupMember(Protocol):
     """A member of a consumer group: partitions come and go between calls of `poll`."""
 
     async def poll(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
-        """Next deliveries from the partitions that are ours now. Heart-beats go on between calls, however long a handler takes."""
+        """Next deliveries from the partitions that are ours now. Heart-beats go on between calls, however
+        long a handler takes."""
         ...
 
     def assignment(self) -> frozenset[TopicPartition]: ...
 
     async def commit(self, positions: Positions) -> None:
-        """Commits next positions. Partitions no longer ours are left out, never an error: their new owner reads them again.
+        """Commits next positions. Partitions no longer ours are left out, never an error: their new owner
+        reads them again.
 
         Raises nothing for a rebalance under way; returns when the broker answered.
         """
@@ -133,7 +139,8 @@ class Transactor(Protocol):
     ) -> list[int]:
         """Appends `messages` and commits `positions` for `group`, all or nothing. Returns the offsets.
 
-        Raises Fenced when a newer holder of the id exists, BusUnavailable when the outcome is unknown: start anew and look.
+        Raises Fenced when a newer holder of the id exists, BusUnavailable when the outcome is unknown: start
+        anew and look.
         """
         ...
 
@@ -145,7 +152,8 @@ class Bus(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def create_topics(self, topics: Sequence[Topic]) -> list[Difference]:
-        """Creates those that are missing; reports, and leaves alone, settings that differ. Safe to call twice."""
+        """Creates those that are missing; reports, and leaves alone, settings that differ. Safe to call
+        twice."""
         ...
 
     async def topics(self) -> dict[str, list[PartitionInfo]]:
@@ -157,7 +165,8 @@ class Bus(Protocol):
         ...
 
     async def produce(self, messages: Sequence[Message]) -> list[int]:
-        """Appends a batch; returns each message's offset. Raises RecordTooLarge, TopicMismatch (no such topic), BusUnavailable."""
+        """Appends a batch; returns each message's offset. Raises RecordTooLarge, TopicMismatch (no such
+        topic), BusUnavailable."""
         ...
 
     def reader(self, positions: Positions) -> AbstractAsyncContextManager[Reader]: ...
@@ -165,7 +174,8 @@ class Bus(Protocol):
     def member(
         self, group: str, topics: Sequence[str], *, member_id: str | None = None
     ) -> AbstractAsyncContextManager[GroupMember]:
-        """Joins `group`. A stable `member_id` (static membership) takes its partitions back at once after a restart."""
+        """Joins `group`. A stable `member_id` (static membership) takes its partitions back at once after a
+        restart."""
         ...
 
     def transactor(self, transactional_id: str) -> AbstractAsyncContextManager[Transactor]:
@@ -173,12 +183,14 @@ class Bus(Protocol):
         ...
 
     async def committed(self, group: str, topics: Sequence[str]) -> dict[TopicPartition, int]:
-        """Committed positions of `group`; partitions never committed are absent. A commit under way counts as not yet made, or is
-        waited for: read after `transactor` of the same id has started, the answer is final."""
+        """Committed positions of `group`; partitions never committed are absent. A commit under way counts as
+        not yet made, or is waited for: read after `transactor` of the same id has started, the answer is
+        final."""
         ...
 
     async def ends(self, topics: Sequence[str]) -> dict[TopicPartition, int]:
-        """End of the committed log of each partition: a reader that reached it has seen everything committed so far."""
+        """End of the committed log of each partition: a reader that reached it has seen everything committed
+        so far."""
         ...
 
     async def begins(self, topics: Sequence[str]) -> dict[TopicPartition, int]:
@@ -186,11 +198,13 @@ class Bus(Protocol):
         ...
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[TopicPartition, int]:
-        """First position of each partition with log-append time >= `timestamp_ms`; the end when there is none."""
+        """First position of each partition with log-append time >= `timestamp_ms`; the end when there is
+        none."""
         ...
 
     def read_range(self, tp: TopicPartition, start: int, end: int) -> AsyncIterator[Delivery]:
-        """Committed records with start <= offset < end, then stops (bounded by a deadline, never waits for new ones). Raises OffsetGone."""
+        """Committed records with start <= offset < end, then stops (bounded by a deadline, never waits for
+        new ones). Raises OffsetGone."""
         ...
 
 
@@ -200,7 +214,8 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 
 def _murmur2(data: bytes) -> int:
-    """MurmurHash2 with Kafka's seed (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned 32-bit integer."""
+    """MurmurHash2 with Kafka's seed (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned 32-bit
+    integer."""
     mask, m = 0xFFFFFFFF, 0x5BD1E995
     h = 0x9747B28C ^ len(data)
     whole = len(data) & ~3

@@ -1,7 +1,8 @@
 """Records to bytes and back: MessagePack value, CloudEvents binary-mode headers, W3C `traceparent`.
 
-Values from 512 bytes on are compressed with zstd (`content-encoding: zstd`), here and not in the broker, so that both buses carry the
-same bytes and the limit is checked on what is really sent. Decoding is bounded: input size, decompressed size and, in msgspec, depth.
+Values from 512 bytes on are compressed with zstd (`content-encoding: zstd`), here and not in the broker, so
+that both buses carry the same bytes and the limit is checked on what is really sent. Decoding is bounded:
+input size, decompressed size and, in msgspec, depth.
 
 The value limit is `topics.RECORD_BYTES_MAX`; a decoded record may be `DECODED_BYTES_MAX` large.
 """
@@ -35,7 +36,8 @@ def type_name(record_type: type[Record]) -> str:
 
 
 def traceparent(parent: bytes | None = None) -> bytes:
-    """A W3C trace context of a new span: in the trace of `parent` if that is one, in a new trace otherwise."""
+    """A W3C trace context of a new span: in the trace of `parent` if that is one, in a new trace
+    otherwise."""
     trace_id = parent[3:35] if parent is not None and len(parent) == 55 else os.urandom(16).hex().encode()
     return b"00-" + trace_id + b"-" + os.urandom(8).hex().encode() + b"-01"
 
@@ -45,7 +47,8 @@ def encode(
 ) -> tuple[bytes, Headers]:
     """Value and headers of `record`.
 
-    `event_id` (CloudEvents `id`) is stable for records that may be sent twice, random otherwise. Raises RecordTooLarge.
+    `event_id` (CloudEvents `id`) is stable for records that may be sent twice, random otherwise. Raises
+    RecordTooLarge.
     """
     value = _encoder.encode(record)
     headers = [

@@ -11,7 +11,7 @@ _SWAP = sys.byteorder == "big"
 
 
 def _pack(code: str, values: Iterable[float]) -> bytes:
-    packed = array(code, values)  # type: ignore[type-var]
+    packed = array(code, values)
     if _SWAP:
         packed.byteswap()
     return packed.tobytes()

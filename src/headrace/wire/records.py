@@ -1,13 +1,13 @@
 """What flows through the topics: one frozen type per record, as MessagePack maps.
 
-Field names are the format: readers ignore fields they do not know, and refuse a record that lacks one without a default. Adding a
-field with a default is a compatible change; anything else is a new `VERSION` of the type. Arrays of numbers travel as packed
-little-endian bytes (`wire.packed`), never as lists.
+Field names are the format: readers ignore fields they do not know, and refuse a record that lacks one without
+a default. Adding a field with a default is a compatible change; anything else is a new `VERSION` of the type.
+Arrays of numbers travel as packed little-endian bytes (`wire.packed`), never as lists.
 
 Not here: how records become bytes (`wire.codec`), where they go (`wire.topics`).
 
-Identity: a *group* is the trainable unit (`group_id`); a rollout is `group_id/member`; `attempt` counts the tries of one group, and a
-reader keeps the highest attempt that is whole.
+Identity: a *group* is the trainable unit (`group_id`); a rollout is `group_id/member`; `attempt` counts the
+tries of one group, and a reader keeps the highest attempt that is whole.
 """
 
 from typing import ClassVar, Literal
@@ -95,8 +95,10 @@ class RolloutStep(Record, frozen=True, kw_only=True):
     weights_version: int
     """Version when the generation of this step started."""
     routes: bytes = b""
-    """u8 or u16 `[tokens_in + tokens_out, layers, top_k]` in the router's order; the dtype's largest value = not recorded (the last
-    output token was never fed forward)."""
+    """u8 or u16 `[tokens, layers, top_k]` in the router's order, for every token that this step's request fed
+    forward and no earlier step recorded: absolute token positions from `routes_start` on. The last output
+    token is fed only in the next turn."""
+    routes_start: int = 0
     routes_shape: tuple[int, ...] = ()
     tool_call: ToolCall | None = None
     tool_result: str | None = None

@@ -10,12 +10,13 @@ from headrace.wire import records as r
 DAY_MS = 86_400_000
 FOR_EVER = -1
 RECORD_BYTES_MAX = 1_000_000
-"""Largest encoded value. The broker's limit is 1,048,588 for a whole batch and aiokafka checks 1,048,576 before compression; the rest
-is room for key and headers."""
+"""Largest encoded value. The broker's limit is 1,048,588 for a whole batch and aiokafka checks 1,048,576
+before compression; the rest is room for key and headers."""
 CLAIM_BYTES = 900_000
 """An `Experience` above this travels as a claim check."""
 PARTITIONS = 4
-"""Of every topic keyed by group: the same number everywhere, so that a join finds all of a group in one partition."""
+"""Of every topic keyed by group: the same number everywhere, so that a join finds all of a group in one
+partition."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,120 @@
+"""Settings: frozen msgspec structs beside their owners; TOML, environment and flags mirror one tree.
+
+Later wins: defaults, TOML files in order, environment (`HEADRACE_TRAINER__LR=3e-6`), flags (`--trainer.lr
+3e-6`). Unknown keys fail with the nearest name. Not here: the settings themselves, except `RunConfig`, which
+every process of a run shares.
+"""
+
+import difflib
+import hashlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "HEADRACE_"
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What all processes of a run share."""
+
+    name: str = "demo"
+    seed: int = 0
+    region: str = "local"
+    steps_max: int = 100
+    """The run ends after this training step."""
+    groups_per_step: int = 32
+    """Closed groups that one training step consumes, trained or dropped."""
+    group_size: int = 8
+    lag_versions_max: int = 2
+    """No token older than this many versions is trained."""
+
+
+def resolve(
+    config_type: type[_T],
+    *,
+    files: Iterable[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
+) -> _T:
+    """The settings of `config_type`, merged. `flags` are dotted names without dashes. Raises ConfigError with
+    the place."""
+    tree: dict[str, Any] = {}
+    for path in files:
+        _merge(tree, _checked(config_type, _read_toml(path), str(path)))
+    for name, value in (environment or {}).items():
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            dotted = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _merge(tree, _checked(config_type, _nested(dotted, value), f"environment {name}"))
+    for dotted, value in (flags or {}).items():
+        _merge(tree, _checked(config_type, _nested(dotted, value), f"--{dotted}"))
+    try:
+        return msgspec.convert(tree, config_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from error
+
+
+def canonical_json(config: msgspec.Struct) -> str:
+    """All fields, defaults included, keys sorted: what goes into the ledger."""
+    return msgspec.json.encode(msgspec.to_builtins(config), order="sorted").decode()
+
+
+def config_sha256(config: msgspec.Struct) -> str:
+    return hashlib.sha256(canonical_json(config).encode()).hexdigest()
+
+
+def dotted_fields(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """`trainer.lr` -> (type, default) for every leaf of the tree, for help pages and completion."""
+    leaves: dict[str, tuple[Any, Any]] = {}
+    for field in msgspec.structs.fields(config_type):
+        name = prefix + field.name
+        if _is_struct(field.type):
+            leaves |= dotted_fields(field.type, name + ".")
+        else:
+            default = field.default if field.default is not msgspec.NODEFAULT else None
+            leaves[name] = (field.type, default)
+    return leaves
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def _nested(dotted: str, value: str) -> dict[str, Any]:
+    first, _, rest = dotted.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _checked(config_type: type[msgspec.Struct], tree: dict[str, Any], place: str) -> dict[str, Any]:
+    """`tree`, once every key in it is known. Raises ConfigError that names the nearest known key."""
+    known = {field.name: field.type for field in msgspec.structs.fields(config_type)}
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(known))}"
+            raise ConfigError(f"{place}: unknown key {key!r}: {hint}")
+        if isinstance(value, dict) and _is_struct(known[key]):
+            _checked(known[key], value, f"{place}: {key}")
+    return tree
+
+
+def _is_struct(field_type: Any) -> bool:
+    return isinstance(field_type, type) and issubclass(field_type, msgspec.Struct)
