@@ -1,0 +1,170 @@
+"""Content-addressed blobs in an object store (obstore: `file://`, `memory://`, `s3://`, `gs://`, `az://` …).
+
+A blob's `uri` is its path inside the store (`blobs/ab/<sha256>`), relative on purpose: a run directory may be
+moved and a region may hold a copy, the log stays right. A blob never changes; what its bytes mean is the
+business of whoever wrote it (weights, checkpoints, claims). Not here: names that move, locks, caches.
+
+Durable against the death of a process (whole objects only: obstore writes a file beside and renames it); on
+`file://` the machine's own crash is covered as far as its file system orders renames.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+from headrace.errors import ConfigError, StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+BLOB_BYTES_MAX: Final = 4 << 30
+DEADLINE_S: Final = 120.0
+"""For one try of one call; a full snapshot over a slow line fits."""
+TRIES_MAX: Final = 4
+BACKOFF_S: Final = 0.2
+"""Before the second try; doubles."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where a blob lies and what it holds. `sha256` is hex."""
+
+    uri: str
+    sha256: str
+    bytes: int
+
+
+class Blobs:
+    """A store of blobs. Make one with `Blobs.open`."""
+
+    def __init__(
+        self, store: "ObjectStore", address: str, *, blob_bytes_max: int, deadline_s: float, backoff_s: float
+    ) -> None:
+        self._store = store
+        self.address = address
+        self._blob_bytes_max = blob_bytes_max
+        self._deadline_s = deadline_s
+        self._backoff_s = backoff_s
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        *,
+        blob_bytes_max: int = BLOB_BYTES_MAX,
+        deadline_s: float = DEADLINE_S,
+        backoff_s: float = BACKOFF_S,
+    ) -> Self:
+        """The store at `address`; a `file://` directory is made when missing. Raises ConfigError."""
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+
+        try:
+            if address.startswith("file://"):
+                store: ObjectStore = LocalStore.from_url(address, mkdir=True)
+            else:
+                store = from_url(address)
+        except (BaseError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"store {address!r}: expected file://DIR, s3://… or the like: {error}"
+            ) from error
+        return cls(store, address, blob_bytes_max=blob_bytes_max, deadline_s=deadline_s, backoff_s=backoff_s)
+
+    async def put(self, data: bytes) -> Blob:
+        """The blob of `data`, once it was read back and found right. Safe to call twice.
+
+        Raises StoreError (too large, read back wrong) and StoreUnavailable.
+        """
+        sha256 = await asyncio.to_thread(_sha256, data)
+        blob = Blob(_uri(sha256), sha256, len(data))
+        if len(data) > self._blob_bytes_max:
+            raise StoreError(f"{blob.uri}: expected at most {self._blob_bytes_max} bytes, got {len(data)}")
+        if await self._holds(blob):
+            return blob
+        await self._try(blob.uri, lambda: self._write(blob.uri, data))
+        if not await self._holds(blob):
+            raise StoreError(f"{self.address}: {blob.uri}: written, but not read back as it was")
+        return blob
+
+    async def get(self, uri: str, sha256: str) -> bytes:
+        """The bytes at `uri`, whose SHA-256 is `sha256`. Raises StoreError (missing, too large, of another
+        hash) and StoreUnavailable."""
+        data = await self._try(uri, lambda: self._read(uri))
+        found = await asyncio.to_thread(_sha256, data)
+        if found != sha256:
+            raise StoreError(
+                f"{self.address}: {uri}: expected SHA-256 {sha256}, got {found} ({len(data)} bytes)"
+            )
+        return data
+
+    async def delete(self, uri: str) -> None:
+        """Forgets the blob at `uri`; no error when there is none."""
+
+        async def forget() -> None:
+            from obstore import delete_async
+            from obstore.exceptions import NotFoundError
+
+            try:
+                await delete_async(self._store, uri)
+            except (NotFoundError, FileNotFoundError):
+                return
+
+        await self._try(uri, forget)
+
+    async def _holds(self, blob: Blob) -> bool:
+        try:
+            await self.get(blob.uri, blob.sha256)
+        except StoreUnavailable:
+            raise
+        except StoreError:
+            return False
+        return True
+
+    async def _write(self, uri: str, data: bytes) -> None:
+        from obstore import put_async
+
+        await put_async(self._store, uri, data)
+
+    async def _read(self, uri: str) -> bytes:
+        from obstore import get_async
+
+        answer = await get_async(self._store, uri)
+        size = answer.meta["size"]
+        if size > self._blob_bytes_max:
+            raise StoreError(
+                f"{self.address}: {uri}: expected at most {self._blob_bytes_max} bytes, got {size}"
+            )
+        return bytes(await answer.bytes_async())
+
+    async def _try(self, uri: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        """What `call` gives, tried `TRIES_MAX` times, each within the deadline."""
+        from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+
+        for remaining in reversed(range(TRIES_MAX)):
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    return await call()
+            except (NotFoundError, FileNotFoundError) as error:
+                raise StoreError(f"{self.address}: {uri}: expected a blob, found none") from error
+            except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+                raise StoreError(f"{self.address}: {uri}: not allowed: {error}") from error
+            except (BaseError, OSError) as error:  # TimeoutError is an OSError
+                if not remaining:
+                    reason = f"{type(error).__name__} {error}".strip()
+                    raise StoreUnavailable(
+                        f"{self.address}: {uri}: {TRIES_MAX} tries failed, the last with {reason}"
+                    ) from error
+            await asyncio.sleep(self._backoff_s * 2 ** (TRIES_MAX - 1 - remaining))
+        raise AssertionError("the last try returns or raises")
+
+
+def _uri(sha256: str) -> str:
+    return f"blobs/{sha256[:2]}/{sha256}"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
