@@ -10,6 +10,7 @@ The value limit is `topics.RECORD_BYTES_MAX`; a decoded record may be `DECODED_B
 import os
 import uuid
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import msgspec
@@ -56,7 +57,7 @@ def encode(
         ("ce_id", (event_id or uuid.uuid4().hex).encode()),
         ("ce_type", type_name(type(record)).encode()),
         ("ce_source", source.encode()),
-        ("ce_time", str(now_ms).encode()),
+        ("ce_time", _rfc3339(now_ms)),
         ("content-type", CONTENT_TYPE),
         ("traceparent", traceparent(parent)),
     ]
@@ -99,6 +100,11 @@ def encode_plain(record: msgspec.Struct) -> bytes:
 def at(topic: str, partition: int, offset: int) -> str:
     """How a position is written in messages: `rollout.steps[3]@1042`."""
     return f"{topic}[{partition}]@{offset}"
+
+
+def _rfc3339(now_ms: int) -> bytes:
+    moment = datetime.fromtimestamp(now_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return moment.replace("+00:00", "Z").encode()
 
 
 def _decoder(record_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:

@@ -12,6 +12,9 @@ FOR_EVER = -1
 RECORD_BYTES_MAX = 1_000_000
 """Largest encoded value. The broker's limit is 1,048,588 for a whole batch and aiokafka checks 1,048,576
 before compression; the rest is room for key and headers."""
+BATCH_BYTES_MAX = 1_048_588
+"""`max.message.bytes` of every topic: the broker's default, of which a record with its key and headers stays
+short."""
 CLAIM_BYTES = 900_000
 """An `Experience` above this travels as a claim check."""
 PARTITIONS = 4
