@@ -15,7 +15,8 @@ help.
     ├── PolicyError            a checkpoint or tokenizer of another model, or damaged
     ├── SandboxError           (retriable) the sandbox, not the program in it, failed
     ├── InferenceError         the engine refused a request
-    │   └── Overloaded         (retriable) its queue is full
+    │   ├── Overloaded         (retriable) its queue is full
+    │   └── InferenceUnavailable (retriable) no replica answers in time, or it has no weights yet
     └── TrainingError          a step could not be computed; names the record
 
 A message begins with the place, then what was expected and what came: `rollout.steps[3]@1042: tokens_out:
@@ -87,6 +88,10 @@ class InferenceError(HeadraceError):
 
 
 class Overloaded(InferenceError):
+    retriable = True
+
+
+class InferenceUnavailable(InferenceError):
     retriable = True
 
 

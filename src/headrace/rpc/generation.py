@@ -1,0 +1,75 @@
+"""What one asks of a model, and what comes back: plain types, the same for a server and for an engine in
+this process.
+
+They mirror `inference.proto`, with numbers unpacked. Not here: transport (`rpc.client`, `inference.server`)
+and computing (`inference.engine`). Positions count tokens from the start of the prefix.
+"""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from headrace.wire.records import Span
+
+Lane = Literal["rollout", "live"]
+Finish = Literal["stop", "length", "cancelled"]
+
+
+class Sequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of a group."""
+
+    member: int
+    own_tokens: tuple[int, ...] = ()
+    """Everything after the prefix so far; empty in the first turn."""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. `(seed, group_id, member, position)` fixes every sample, whatever else is in the batch."""
+
+    run: str
+    group_id: str
+    lane: Lane = "rollout"
+    prefix_tokens: tuple[int, ...]
+    """The prompt, shared by all sequences; computed once."""
+    sequences: tuple[Sequence, ...]
+    temperature: float = 1.0
+    """0 means greedy, with log-probabilities at temperature 1."""
+    greedy: bool = False
+    """The likeliest token, with log-probabilities at `temperature`."""
+    tokens_max: int
+    """Per sequence; the engine stops earlier, as `length`, where the context ends."""
+    stop_tokens: tuple[int, ...] = ()
+    """Generation ends after one of these, which is kept."""
+    seed: int
+    """In [0, 2^64)."""
+    stream_tokens: bool = False
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What one member wrote in this request."""
+
+    member: int
+    tokens: tuple[int, ...]
+    """Empty only when `cancelled` before the first one."""
+    logp: tuple[float, ...]
+    """float32 values, one a token, at the sampling temperature."""
+    finish: Finish
+    spans: tuple[Span, ...]
+    """Cover the tokens in order: which weights version computed each."""
+    weights_version: int
+    """When generation started."""
+    routes: bytes
+    """u8 `routes_shape`: every token fed forward: prefix, own tokens, all outputs but the last."""
+    routes_shape: tuple[int, int, int]
+    """Tokens, layers, top_k."""
+    started_ms: int
+    ended_ms: int
+
+
+class Generator(Protocol):
+    """Whatever can answer a request: `rpc.client.InferenceClient`, `inference.local.LocalInference`."""
+
+    async def generate(self, request: Generation, *, timeout_s: float) -> list[Completion]:
+        """One completion a sequence, in the order of the request. Raises InferenceError; InferenceUnavailable
+        or Overloaded when trying again can help."""
+        ...
