@@ -66,6 +66,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ended_ms: int
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What one member wrote since its last progress; `completion` comes with the last one and holds all."""
+
+    member: int
+    tokens: tuple[int, ...]
+    logp: tuple[float, ...]
+    completion: Completion | None = None
+
+
 class Generator(Protocol):
     """Whatever can answer a request: `rpc.client.InferenceClient`, `inference.local.LocalInference`."""
 
