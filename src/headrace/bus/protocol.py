@@ -15,13 +15,21 @@ Guarantees that the contract suite (tests/bus/contract.py) holds both implementa
 - A consumer group's committed position never moves past a record that its member did not commit.
 """
 
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, Self
 
+from headrace.errors import RecordTooLarge, TopicMismatch
 from headrace.wire.codec import Headers
-from headrace.wire.topics import Topic
+from headrace.wire.topics import RECORD_BYTES_MAX, Topic
+
+HEAD_BYTES_MAX = 40_000
+"""Key and headers of one message together. With a value of RECORD_BYTES_MAX and the framing it stays below
+aiokafka's 1,048,576.
+"""
 
 
 class TopicPartition(NamedTuple):
@@ -208,23 +216,53 @@ class Bus(Protocol):
         ...
 
 
+def check_size(message: Message) -> int:
+    """Bytes of key and value. Raises RecordTooLarge: the same limits on both buses."""
+    key, value = message.key or b"", message.value or b""
+    head_bytes = len(key) + sum(len(name) + len(header) for name, header in message.headers)
+    if len(value) > RECORD_BYTES_MAX:
+        raise RecordTooLarge(
+            f"{message.topic}: expected a value of at most {RECORD_BYTES_MAX} bytes, got {len(value)}"
+            f" (key {key[:80]!r})"
+        )
+    if head_bytes > HEAD_BYTES_MAX:
+        raise RecordTooLarge(
+            f"{message.topic}: expected key and headers of at most {HEAD_BYTES_MAX} bytes, got {head_bytes}"
+            f" (key {key[:80]!r})"
+        )
+    return len(key) + len(value)
+
+
+def partition_for(message: Message, partitions: int) -> int:
+    """Where `message` goes. Raises TopicMismatch for a partition that is not there, or when neither key nor
+    partition is given.
+    """
+    if message.partition is not None:
+        if not 0 <= message.partition < partitions:
+            raise TopicMismatch(
+                f"{message.topic}: expected a partition below {partitions}, got {message.partition}"
+            )
+        return message.partition
+    if message.key is None:
+        raise TopicMismatch(f"{message.topic}: expected a key or a partition, got neither")
+    return partition_of(message.key, partitions)
+
+
 def partition_of(key: bytes, partitions: int) -> int:
     """Kafka's default partitioner: positive murmur2 of the key modulo the partitions."""
     return (_murmur2(key) & 0x7FFFFFFF) % partitions
 
 
+@lru_cache(maxsize=16_384)  # records of a group share their key; the hash costs as much as an append
 def _murmur2(data: bytes) -> int:
-    """MurmurHash2 with Kafka's seed (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned 32-bit
-    integer."""
+    """MurmurHash2 with Kafka's seed (org.apache.kafka.common.utils.Utils.murmur2), as unsigned 32 bits."""
     mask, m = 0xFFFFFFFF, 0x5BD1E995
     h = 0x9747B28C ^ len(data)
-    whole = len(data) & ~3
-    for i in range(0, whole, 4):
-        k = int.from_bytes(data[i : i + 4], "little")
+    words = len(data) // 4
+    for k in struct.unpack_from(f"<{words}I", data):
         k = (k * m) & mask
-        k = ((k ^ (k >> 24)) * m) & mask
-        h = ((h * m) & mask) ^ k
-    tail = data[whole:]
+        h = ((h * m) & mask) ^ (((k ^ (k >> 24)) * m) & mask)
+    tail = data[words * 4 :]
     if tail:
         h = ((h ^ int.from_bytes(tail, "little")) * m) & mask
     h = ((h ^ (h >> 13)) * m) & mask
