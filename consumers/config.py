@@ -39,3 +39,22 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True):
     watch_samples: int = 1
     watch_versions: int = 10
     """A small round each time this many versions have passed."""
+
+
+class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one region's weights relay."""
+
+    stage_dir: str = "replicas"
+    """Where weights are staged: `<stage_dir>/<replica>/`, readable by the replicas."""
+    staged_max: int = 2
+    """Files kept per replica."""
+    poll_ms: int = 500
+    """Between two looks at a replica."""
+    load_s_max: float = 600.0
+    """How long a replica may take over one version before it is asked again."""
+    retry_ms: int = 5_000
+    """After a version could not be had, or was refused."""
+    versions_max: int = 256
+    """Announcements remembered, to build a version from a snapshot and deltas."""
+    outage_ms_max: int = 60_000
+    """How long the relay waits for a log that does not answer before it ends with an error."""
