@@ -1,0 +1,129 @@
+"""`headrace COMMAND ...`: finds the command, runs it, turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 a fault without a code of its own; 2 wrong arguments or settings; 3 to 9 the boundary
+that failed (`headrace.errors`); 130 interrupted. Not here: what the commands do.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from headrace import __version__
+from headrace.errors import ConfigError, HeadraceError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo", "train a small model on real code, live, from nothing; ends with a report"),
+    "status": ("status", "a run's numbers now: step, reward, lag, processes, drops"),
+    "topics": (
+        "topics",
+        "the topics: partitions, records, bytes, lag of each consumer group; create them",
+    ),
+    "tail": ("tail", "print a topic's records, decoded"),
+    "trajectory": ("trajectory", "one group as a person reads it, and what became of it"),
+    "report": ("report", "write the report of a run again"),
+    "dead-letters": ("dead_letters", "records that could not be handled: list, show, redrive"),
+    "tasks": ("tasks", "the task set: list, show, build, verify"),
+    "evaluate": ("evaluate", "a held-out round under one version of the weights"),
+    "midtrain": ("midtrain", "make the seed checkpoint again"),
+    "kafka": ("kafka", "a local Apache Kafka: up, down, status"),
+    "prompts": ("processes", "process: feeds prompts"),
+    "rollouts": ("processes", "process: rolls prompts out"),
+    "inference": ("processes", "process: generates tokens (gRPC)"),
+    "experience": ("processes", "process: joins steps and rewards into closed groups"),
+    "trainer": ("processes", "process: the one trainer"),
+    "relay": ("processes", "process: brings published weights to the replicas"),
+    "watch": ("processes", "process: tries held-out tasks on new weights, for the curve"),
+    "completion": ("completion", "print the completion script of a shell"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code. Never a traceback for an error that Headrace names."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        dotted, words = split_dotted(words)
+        parser = build_parser(only=next((word for word in words if not word.startswith("-")), ""))
+        args, rest = parser.parse_known_args(words)
+        if rest:
+            near = difflib.get_close_matches(rest[0], getattr(args, "options", []), n=1, cutoff=0.5)
+            parser.error(f"unknown argument {rest[0]!r}" + (f": did you mean {near[0]}?" if near else ""))
+        if not args.command:
+            parser.print_help()
+            return 0
+        args.dotted = dotted
+        return int(args.run(args))
+    except HeadraceError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing is wrong, and nothing more can be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser; with the arguments of the command `only`, or of all commands when None (completion)."""
+    parser = _Parser(
+        prog="headrace",
+        description="Event-streaming reinforcement learning for coding models, built around a log.",
+        epilog="Every command has its own --help. Settings are flags too: --trainer.lr 3e-6.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name, (module, line) in COMMANDS.items():
+        chosen = only is None or name == only
+        command = commands.add_parser(
+            name,
+            help=line,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if chosen:
+            loaded = _command_module(module)
+            command.description = f"{line[0].upper()}{line[1:]}.\n\n{getattr(loaded, 'DETAIL', '')}".strip()
+            loaded.arguments(command)
+            options = [option for action in command._actions for option in action.option_strings]
+            command.set_defaults(run=loaded.run, options=options)
+    return parser
+
+
+def split_dotted(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The settings among the arguments (`--trainer.lr 3e-6`, `--trainer.lr=3e-6`), by dotted name, and the
+    other words. Raises ConfigError when a value is missing."""
+    flags: dict[str, str] = {}
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            others.append(word)
+            continue
+        if not equals:
+            value = next(remaining, "")
+            if not value:
+                raise ConfigError(f"{name}: expected a value, got the end of the line")
+        flags[name.removeprefix("--").replace("-", "_")] = value
+    return flags, others
+
+
+def _command_module(name: str) -> ModuleType:
+    return importlib.import_module(f"headrace.cli.{name}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, with the nearest command when one is misspelt."""
+        word = message.partition("invalid choice: '")[2].partition("'")[0]
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5) if word else []
+        if near:
+            message = f"unknown command {word!r}: did you mean {near[0]!r}?"
+        self.exit(2, f"{self.prog}: {message}\n{self.prog}: see {self.prog} --help\n")

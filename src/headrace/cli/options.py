@@ -1,0 +1,122 @@
+"""The arguments that many commands share, and the run that they point at.
+
+Not here: what a setting means (`settings`), how a bus works (`headrace.bus`).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.bus.protocol import Bus
+from headrace.cli import settings as tree
+from headrace.errors import ConfigError
+
+RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run: its settings, and its directory if it is on this machine."""
+
+    settings: tree.Settings
+    run_dir: Path | None
+
+    @property
+    def home(self) -> Path:
+        """The run directory. Raises ConfigError for a run known by its bus alone."""
+        if self.run_dir is None:
+            raise ConfigError("--run-dir: expected the directory of the run, got only a bus")
+        return self.run_dir
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--run-dir`, `--bus`, `--config`, `--json`."""
+    group = parser.add_argument_group("the run")
+    group.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get(RUN_DIR_VARIABLE),
+        help=f"directory of the run (default: ${RUN_DIR_VARIABLE}, or the newest in ./runs)",
+    )
+    group.add_argument(
+        "--bus", metavar="ADDRESS", help="sqlite:PATH or kafka:host:port, instead of the run's own"
+    )
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="TOML file; repeatable, later wins",
+    )
+    group.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def place(args: argparse.Namespace, *, new: bool = False) -> Place:
+    """The run that the arguments point at; a `new` one may not exist yet. Raises ConfigError."""
+    run_dir = Path(args.run_dir) if args.run_dir else None
+    flags: Mapping[str, str] = args.dotted
+    if args.bus:
+        flags = {**flags, "bus.address": args.bus}
+    by_bus = new or "bus.address" in flags
+    if run_dir is None and not by_bus and not args.config:
+        run_dir = newest_run()
+    if run_dir is not None and not by_bus and not (run_dir / tree.RUN_FILE).is_file():
+        raise ConfigError(f"{run_dir}: expected a run (a directory with {tree.RUN_FILE}), found none")
+    settings = tree.load(run_dir, files=args.config, flags=flags)
+    if not settings.bus.address and not new:
+        raise ConfigError("--run-dir or --bus: expected one of them, got neither")
+    return Place(settings, run_dir)
+
+
+def newest_run(parent: Path = Path("runs")) -> Path:
+    """The run directory in `parent` that was started last. Raises ConfigError when there is none."""
+    found = sorted(parent.glob(f"*/{tree.RUN_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError(f"--run-dir: expected a run's directory, got none and ./{parent} holds no run")
+    return found[-1].parent
+
+
+@asynccontextmanager
+async def opened(where: Place) -> AsyncIterator[Bus]:
+    """The run's bus. Raises BusUnavailable that names the address."""
+    from headrace.bus import open_bus
+
+    config = where.settings.bus
+    _expect_file(config.address)
+    async with open_bus(config.address, security=config.security) as bus:
+        yield bus
+
+
+def _expect_file(address: str) -> None:
+    """A command that looks must not create the log that it looks for."""
+    path = address.removeprefix("sqlite:")
+    if path not in (address, ":memory:") and not Path(path).is_file():
+        raise ConfigError(f"{path}: expected the log of a run, found no file")
+
+
+def with_bus(act: Callable[[Bus, Place], Coroutine[Any, Any, int]], where: Place) -> int:
+    """Runs `act` on the run's opened bus; its exit code."""
+    import asyncio
+
+    async def main() -> int:
+        async with opened(where) as bus:
+            return await act(bus, where)
+
+    return asyncio.run(main())
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on one line of standard output."""
+    print(json.dumps(value, default=str), flush=True)
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")

@@ -1,0 +1,168 @@
+"""Each process of the loop alone: `headrace prompts`, `rollouts`, `inference`, `experience`, `trainer`,
+`relay`, `watch`.
+
+Here the parts meet their bus, store and settings; what they do is theirs. Start more `rollouts` to scale.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace import log
+from headrace.cli import options
+from headrace.cli.options import Place
+from headrace.cli.process import run_process
+from headrace.errors import ConfigError
+from headrace.store.blobs import Blobs
+
+REPLICA_WAIT_S = 120.0
+"""How long a process waits for the address of an inference server to appear in the run directory."""
+
+Body = Callable[[Place, argparse.Namespace, asyncio.Event], Awaitable[object]]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    command = parser.prog.split()[-1]
+    parser.add_argument("--name", help="of this process in logs, pid file and records")
+    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
+    if command in ("rollouts", "relay"):
+        parser.add_argument(
+            "--inference",
+            metavar="HOST:PORT",
+            action="append",
+            default=[],
+            help="an inference server; repeatable (default: those of the run directory)",
+        )
+    options.run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    bodies: dict[str, Body] = {
+        "prompts": _prompts,
+        "rollouts": _rollouts,
+        "inference": _inference,
+        "experience": _experience,
+        "trainer": _trainer,
+        "relay": _relay,
+        "watch": _watch,
+    }
+    where = options.place(args)
+    args.name = args.name or _free_name(args.command, where.run_dir)
+    return run_process(
+        args.name,
+        where.run_dir,
+        lambda stop: bodies[args.command](where, args, stop),
+        level=args.log_level,
+    )
+
+
+async def _prompts(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.producers import prompts
+
+    async with options.opened(where) as bus:
+        await prompts.run(bus, where.settings.run, where.settings.prompts, stop)
+
+
+async def _rollouts(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.consumers import rollouts
+
+    addresses = await _replicas(where, args.inference, stop)
+    async with options.opened(where) as bus:
+        await rollouts.run(
+            bus, where.settings.run, where.settings.rollouts, addresses, stop, member_id=args.name
+        )
+
+
+async def _inference(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    import msgspec
+
+    from headrace.inference import server
+
+    own = where.home / f"{args.name}.address"
+    config = msgspec.structs.replace(
+        where.settings.inference, replica=args.name, address=_earlier(own, where.settings.inference.address)
+    )
+    await server.run(config, stop, lambda address: _write_whole(own, address))
+
+
+async def _experience(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.streams import run as host
+
+    async with options.opened(where) as bus:
+        await host.run(bus, where.settings.run, where.settings.experience, _blobs(where), stop)
+
+
+async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.consumers import training
+
+    async with options.opened(where) as bus:
+        await training.run(bus, where.settings.run, where.settings.trainer, _blobs(where), stop)
+
+
+async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.consumers import weights
+
+    addresses = await _replicas(where, args.inference, stop)
+    async with options.opened(where) as bus:
+        await weights.run(bus, where.settings.run, where.settings.relay, _blobs(where), addresses, stop)
+
+
+async def _watch(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.consumers import evaluation
+
+    async with options.opened(where) as bus:
+        await evaluation.run(bus, where.settings.run, where.settings.evaluation, _blobs(where), stop)
+
+
+def _blobs(where: Place) -> Blobs:
+    if not where.settings.store.uri:
+        raise ConfigError("--store.uri or --run-dir: expected one of them, got neither")
+    return Blobs.open(where.settings.store.uri)
+
+
+async def _replicas(where: Place, given: list[str], stop: asyncio.Event) -> list[str]:
+    """The inference servers to use: the given ones, or those whose addresses stand in the run directory, as
+    soon as there is one. Raises ConfigError when none appears."""
+    deadline = asyncio.get_running_loop().time() + REPLICA_WAIT_S
+    while not given and not stop.is_set():
+        given = [path.read_text().strip() for path in sorted(where.home.glob("*.address"))]
+        if not given and asyncio.get_running_loop().time() > deadline:
+            raise ConfigError(
+                f"{where.home}: expected the address of an inference server within {REPLICA_WAIT_S:.0f} s, "
+                "found none (start `headrace inference`, or give --inference)"
+            )
+        if not given:
+            await asyncio.sleep(0.1)
+    return given
+
+
+def _earlier(path: Path, configured: str) -> str:
+    """The address that this server had before it was restarted, so that its clients find it again; the
+    configured one if that fixes a port, or if the earlier port was taken since."""
+    host, _, port = configured.rpartition(":")
+    if port != "0" or not path.is_file():
+        return configured
+    earlier = path.read_text().strip()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(earlier.rpartition(":")[2])))
+        except (OSError, ValueError):
+            return configured
+    return earlier
+
+
+def _write_whole(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".staged")
+    staged.write_text(text + "\n")
+    staged.replace(path)
+
+
+def _free_name(command: str, run_dir: Path | None) -> str:
+    """`trainer`; `rollouts-4711` for a command of which several may run."""
+    if command == "inference":
+        return "inference-0"
+    return f"{command}-{os.getpid()}" if command == "rollouts" or run_dir is None else command

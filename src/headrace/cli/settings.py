@@ -1,0 +1,126 @@
+"""The tree of all settings: the root struct that composes what each folder owns, and a run's `run.toml`.
+
+Not here: the settings of the parts (`<folder>/config.py`), merging and checking (`headrace.config`).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.config import RunConfig, resolve
+from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
+from headrace.inference.config import InferenceConfig
+from headrace.producers.config import PromptsConfig
+from headrace.streams.experience import ExperienceConfig
+from headrace.trainer.config import TrainerConfig
+
+RUN_FILE = "run.toml"
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
+    address: str = ""
+    """`sqlite:PATH` or `kafka:host:port[,host:port]`; empty: `bus.sqlite` in the run directory."""
+    security: dict[str, str] = {}
+    """TLS and SASL settings that pass through to the Kafka client."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    uri: str = ""
+    """Where blobs live: `file://`, `s3://` ...; empty: `store/` in the run directory."""
+
+
+class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headrace demo` adds to the loop."""
+
+    minutes: float = 3.0
+    """Training time of one `headrace demo`; the loop also ends at `run.steps_max`."""
+    workers: int = 2
+    ready_s: float = 60.0
+    """A process that isn't ready after this long has failed."""
+    stop_s: float = 20.0
+    """A process that hasn't stopped after this long is killed."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    run: RunConfig = RunConfig()
+    bus: BusConfig = BusConfig()
+    store: StoreConfig = StoreConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    inference: InferenceConfig = InferenceConfig()
+    experience: ExperienceConfig = ExperienceConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    relay: RelayConfig = RelayConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    demo: DemoConfig = DemoConfig()
+
+
+def load(
+    run_dir: Path | None,
+    *,
+    files: Iterable[Path] = (),
+    flags: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """The settings of a run: its `run.toml` if it has one, then `files`, environment and flags.
+
+    Addresses left empty become those of `run_dir`. Raises ConfigError with the place.
+    """
+    own = run_dir / RUN_FILE if run_dir is not None else None
+    chain = [*([own] if own is not None and own.is_file() else []), *files]
+    settings = resolve(
+        Settings,
+        files=chain,
+        environment=os.environ if environment is None else environment,
+        flags=flags,
+    )
+    if run_dir is None:
+        return settings
+    home = run_dir.resolve()
+    return msgspec.structs.replace(
+        settings,
+        bus=msgspec.structs.replace(
+            settings.bus, address=settings.bus.address or f"sqlite:{home / 'bus.sqlite'}"
+        ),
+        store=msgspec.structs.replace(settings.store, uri=settings.store.uri or (home / "store").as_uri()),
+        relay=msgspec.structs.replace(settings.relay, stage_dir=str(home / settings.relay.stage_dir)),
+    )
+
+
+def save(settings: Settings, run_dir: Path) -> Path:
+    """Writes the resolved settings as `run.toml`, whole or not at all; the path."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / RUN_FILE
+    staged = path.with_suffix(".staged")
+    staged.write_text("# The resolved settings of this run.\n" + to_toml(msgspec.to_builtins(settings)))
+    staged.replace(path)
+    return path
+
+
+def to_toml(tree: Mapping[str, Any], place: str = "") -> str:
+    """TOML of nested tables of scalars and lists; None is left out (TOML has no such value)."""
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in tree.items() if _is_leaf(value)]
+    text = "".join(line + "\n" for line in lines)
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            name = f"{place}.{_key(key)}" if place else _key(key)
+            text += f"\n[{name}]\n{to_toml(value, name)}"
+    return text
+
+
+def _is_leaf(value: Any) -> bool:
+    return value is not None and not isinstance(value, Mapping)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    return json.dumps(value)  # strings, numbers and booleans are written alike in JSON and TOML
