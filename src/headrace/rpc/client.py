@@ -6,17 +6,17 @@ It never chooses between replicas: its caller does.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Final, Self
 
 import grpc
 import grpc.aio
-import msgspec
 
 from headrace.errors import InferenceError, InferenceUnavailable, Overloaded
 from headrace.rpc import inference_pb2 as pb
-from headrace.rpc.generation import Completion, Generation, Progress
+from headrace.rpc.generation import Completion, Generation, Loaded, Progress, ReplicaStatus
 from headrace.rpc.inference_pb2_grpc import InferenceStub
 from headrace.rpc.messages import MESSAGE_BYTES_MAX, EventReader, request_message
 
@@ -32,32 +32,6 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-
-
-class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`version` and `root` are those served now; before the first weights `root` is empty."""
-
-    replica: str
-    version: int
-    root: str
-    slots: int
-    slots_used: int
-    queued_live: int
-    queued_rollout: int
-    tokens_generated: int
-    tokens_prefilled: int
-    busy_s: float
-    up_s: float
-
-
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a weight load. `serving`: the version asked for is the one served now."""
-
-    serving: bool
-    version: int
-    root: str
-    pause_ms: float
-    detail: str
 
 
 class InferenceClient:
@@ -97,11 +71,10 @@ class InferenceClient:
             await asyncio.sleep(delay_s)
             attempt += 1
 
-    async def stream(self, request: Generation, *, timeout_s: float) -> AsyncIterator[Progress]:
-        """Progress as it comes; no second try. Leaving the iteration early cancels the request and frees its
-        slots. Raises as `generate` does."""
-        async for progress in self._events(request, request_message(request), timeout_s):
-            yield progress
+    def stream(self, request: Generation, *, timeout_s: float) -> AsyncGenerator[Progress]:
+        """Progress as it comes; no second try. Closing it early (`aclosing`) cancels the request and frees
+        its slots. Raises as `generate` does."""
+        return self._events(request, request_message(request), timeout_s)
 
     async def load_weights(self, *, version: int, path: str, root: str, timeout_s: float) -> Loaded:
         """Makes the replica read the staged safetensors file at `path` and serve it. Calling twice is safe.
@@ -133,9 +106,10 @@ class InferenceClient:
         self, request: Generation, message: pb.GenerateRequest, timeout_s: float
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
-        async for progress in self._events(request, message, timeout_s):
-            if progress.completion is not None:
-                done[progress.member] = progress.completion
+        async with aclosing(self._events(request, message, timeout_s)) as events:
+            async for progress in events:
+                if progress.completion is not None:
+                    done[progress.member] = progress.completion
         missing = [item.member for item in request.sequences if item.member not in done]
         if missing:
             raise InferenceUnavailable(
@@ -145,7 +119,7 @@ class InferenceClient:
 
     async def _events(
         self, request: Generation, message: pb.GenerateRequest, timeout_s: float
-    ) -> AsyncIterator[Progress]:
+    ) -> AsyncGenerator[Progress]:
         place = f"{self.address}: {request.group_id}"
         reader = EventReader(place)
         call = self._stub.Generate(message, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""What one asks of a model, and what comes back: plain types, the same for a server and for an engine in
+"""What one asks of a replica, and what comes back: plain types, the same for a server and for an engine in
 this process.
 
 They mirror `inference.proto`, with numbers unpacked. Not here: transport (`rpc.client`, `inference.server`)
@@ -75,8 +75,34 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     completion: Completion | None = None
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`version` and `root` are those served now; before the first weights `root` is empty."""
+
+    replica: str
+    version: int
+    root: str
+    slots: int
+    slots_used: int
+    queued_live: int
+    queued_rollout: int
+    tokens_generated: int
+    tokens_prefilled: int
+    busy_s: float
+    up_s: float
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a weight load. `serving`: the version asked for is the one served now."""
+
+    serving: bool
+    version: int
+    root: str
+    pause_ms: float
+    detail: str
+
+
 class Generator(Protocol):
-    """Whatever can answer a request: `rpc.client.InferenceClient`, `inference.local.LocalInference`."""
+    """Whatever can answer a request: `rpc.client.InferenceClient`, `inference.replica.Replica`."""
 
     async def generate(self, request: Generation, *, timeout_s: float) -> list[Completion]:
         """One completion a sequence, in the order of the request. Raises InferenceError; InferenceUnavailable

@@ -1,0 +1,222 @@
+"""The engine: many requests decoded together, step by step, on one thread.
+
+A step swaps weights if new ones wait, admits sequences to free slots, computes their prompts, feeds one token
+of every running sequence (or a chunk of an earlier turn), samples, and reports. It knows neither broker nor
+gRPC nor asyncio. `submit`, `cancel`, `install` and `status` may be called by any thread; `step` and `wait` by
+one.
+
+R rows  V vocabulary
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future
+
+import torch
+from headrace.policy.decode import Decoder, Prefix, Row
+from torch import Tensor
+
+from headrace.clock import Clock, SystemClock
+from headrace.errors import InferenceUnavailable
+from headrace.inference.config import InferenceConfig
+from headrace.inference.prefixes import PrefixCache
+from headrace.inference.request import Bounds, check
+from headrace.inference.sampler import sample
+from headrace.inference.scheduler import Scheduler
+from headrace.inference.sequence import Running, Sink, Ticket
+from headrace.inference.weights import ServedWeights
+from headrace.policy.model import ModelConfig
+from headrace.rpc.generation import Finish, Generation, Progress, ReplicaStatus
+
+
+class Engine:
+    """One model, `config.slots` sequences at once. Serves nothing before the first `install`."""
+
+    def __init__(self, model: ModelConfig, config: InferenceConfig, clock: Clock | None = None) -> None:
+        self.model = model
+        self._config = config
+        self._clock = clock or SystemClock()
+        self.bounds = Bounds(model.vocabulary, model.context_max, config.own_tokens_max, config.queue_max)
+        self._decoder = Decoder(model, config.slots, config.own_tokens_max)
+        self._scheduler: Scheduler[Running] = Scheduler(
+            slots=config.slots, live_slots=config.live_slots, queue_max=config.queue_max
+        )
+        self._prefixes: PrefixCache[Prefix] = PrefixCache(config.prefix_cache_tokens)
+        self._weights: ServedWeights | None = None
+        self._installs: deque[tuple[ServedWeights, Future[float]]] = deque()
+        self._cancels: deque[Ticket] = deque()
+        self._running: list[Running] = []
+        self._tokens_generated = 0
+        self._tokens_prefilled = 0
+        self._busy_s = 0.0
+        self._up_since = time.monotonic()
+
+    def submit(self, request: Generation, sink: Sink) -> Ticket:
+        """Queues the request. Raises InferenceError (it can never run), Overloaded (not now) or
+        InferenceUnavailable (no weights yet)."""
+        budgets = check(request, self.bounds)
+        if self._weights is None:
+            raise InferenceUnavailable(f"{self._config.replica}: expected weights to serve, got none yet")
+        ticket = Ticket.of(request, budgets, sink)
+        self._scheduler.offer(request.lane, list(ticket.sequences), f"request {request.group_id}")
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends what is left of a request as `cancelled` and frees its slots, before the next step. Calling
+        twice, or after its end, does nothing."""
+        self._cancels.append(ticket)
+        self._scheduler.wake()
+
+    def install(self, weights: ServedWeights) -> "Future[float]":
+        """The weights are served from the next step on; resolves to the milliseconds that decoding stood
+        still. Requests in flight go on with them."""
+        done: Future[float] = Future()
+        self._installs.append((weights, done))
+        self._scheduler.wake()
+        return done
+
+    def status(self) -> ReplicaStatus:
+        weights = self._weights
+        return ReplicaStatus(
+            replica=self._config.replica,
+            version=weights.version if weights else 0,
+            root=weights.root if weights else "",
+            slots=self._config.slots,
+            slots_used=self._scheduler.slots_used,
+            queued_live=self._scheduler.queued("live"),
+            queued_rollout=self._scheduler.queued("rollout"),
+            tokens_generated=self._tokens_generated,
+            tokens_prefilled=self._tokens_prefilled,
+            busy_s=self._busy_s,
+            up_s=time.monotonic() - self._up_since,
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until something wants a step, or `timeout_s` is over."""
+        self._scheduler.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        self._scheduler.wake()
+
+    def step(self) -> bool:
+        """One round for every running sequence. False when there was nothing to compute."""
+        self._swap()
+        self._drop_cancelled()
+        weights = self._weights
+        if weights is None:
+            return False
+        began = time.perf_counter()
+        fresh = self._admit(weights)
+        if not fresh and not self._running:
+            return False
+        logits_RV, ready = self._forward(weights, fresh)
+        if ready:
+            self._advance(weights, logits_RV, ready)
+        self._busy_s += time.perf_counter() - began
+        return True
+
+    def _swap(self) -> None:
+        while self._installs:
+            began = time.perf_counter()
+            weights, done = self._installs.popleft()
+            self._weights = weights
+            self._prefixes.forget_others(weights.root)
+            done.set_result((time.perf_counter() - began) * 1000)
+
+    def _drop_cancelled(self) -> None:
+        while self._cancels:
+            ticket = self._cancels.popleft()
+            self._scheduler.remove(ticket.sequences)
+            left = [item for item in ticket.sequences if not item.ended]
+            if left:
+                ticket.sink([self._end(item, "cancelled") for item in left])
+                self._running = [item for item in self._running if not item.ended]
+
+    def _admit(self, weights: ServedWeights) -> list[Running]:
+        """Gives free slots to those who wait, while this step has room for their prompts."""
+        fresh: list[Running] = []
+        missing: dict[tuple[int, ...], list[Running]] = {}
+        room = self._config.step_tokens
+        while (head := self._scheduler.peek()) is not None:
+            lane, item = head
+            tokens = item.ticket.request.prefix_tokens
+            prefix = self._prefixes.find(weights.root, tokens)
+            if prefix is None and tokens not in missing:
+                if missing and len(tokens) > room:
+                    break
+                room -= len(tokens)
+                missing[tokens] = []
+            item.slot = self._scheduler.take(lane)
+            item.prefix = prefix
+            item.feed = list(item.own_tokens)
+            item.started_ms = self._clock.now_ms()
+            item.started_version = weights.version
+            if prefix is None:
+                missing[tokens].append(item)
+            fresh.append(item)
+        if missing:
+            self._prefill(weights, missing)
+        return fresh
+
+    def _prefill(self, weights: ServedWeights, missing: dict[tuple[int, ...], list[Running]]) -> None:
+        computed = self._decoder.prefill(weights.tensors, [list(tokens) for tokens in missing])
+        for (tokens, items), prefix in zip(missing.items(), computed, strict=True):
+            self._tokens_prefilled += len(tokens)
+            self._prefixes.keep(weights.root, tokens, prefix)
+            for item in items:
+                item.prefix = prefix
+
+    def _forward(self, weights: ServedWeights, fresh: list[Running]) -> tuple[Tensor, list[Running]]:
+        """Feeds every sequence what it has to be fed; the scores `[R, V]` of those that may sample now."""
+        ready = [item for item in fresh if not item.feed]
+        parts_V = [_prefix_of(item).logits_V for item in ready]
+        self._running += fresh
+        rows, fed = [], []
+        for item in self._running:
+            if item.feed:
+                chunk, item.feed = (
+                    item.feed[: self._config.chunk_tokens],
+                    item.feed[self._config.chunk_tokens :],
+                )
+                rows.append(Row(slot=item.slot, prefix=_prefix_of(item), tokens=chunk))
+                fed.append(item)
+        if not rows:
+            return torch.stack(parts_V), ready
+        extension = self._decoder.extend(weights.tensors, rows)
+        for item, routes_TLK in zip(fed, extension.routes, strict=True):
+            item.routes.append(routes_TLK)
+        whole = [index for index, item in enumerate(fed) if not item.feed]
+        ready += [fed[index] for index in whole]
+        logits_RV = extension.logits_RV if len(whole) == len(fed) else extension.logits_RV[whole]
+        return (torch.cat((torch.stack(parts_V), logits_RV)) if parts_V else logits_RV), ready
+
+    def _advance(self, weights: ServedWeights, logits_RV: Tensor, ready: list[Running]) -> None:
+        """Samples one token for each of `ready`, ends those that are done and reports."""
+        tokens, logp = sample(logits_RV, [item.draw() for item in ready])
+        self._tokens_generated += len(ready)
+        reports: dict[Ticket, list[Progress]] = {}
+        for item, token, value in zip(ready, tokens, logp, strict=True):
+            finish = item.take(token, value, weights.version)
+            if finish:
+                reports.setdefault(item.ticket, []).append(self._end(item, finish))
+            elif item.ticket.request.stream_tokens:
+                reports.setdefault(item.ticket, []).append(item.progress())
+        self._running = [item for item in self._running if not item.ended]
+        for ticket, progress in reports.items():
+            ticket.sink(progress)
+
+    def _end(self, item: Running, finish: Finish) -> Progress:
+        """Frees the slot; the last progress of a sequence."""
+        item.ended = True
+        if item.slot >= 0:
+            self._decoder.release(item.slot)
+            self._scheduler.give_back(item.slot)
+        layers, active = self.model.layers, self.model.experts_active
+        now_ms = self._clock.now_ms()
+        return item.progress(item.completion(finish, layers=layers, active=active, now_ms=now_ms))
+
+
+def _prefix_of(item: Running) -> Prefix:
+    assert item.prefix is not None, f"{item.member}: runs without a prefix"
+    return item.prefix

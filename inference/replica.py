@@ -1,0 +1,169 @@
+"""One replica seen from asyncio: the engine in a thread of its own, so that computing never blocks the loop.
+
+It answers requests (`rpc.generation.Generator`), loads weights and says how it is. It knows no gRPC: the
+server puts one on the network, evaluation uses one in its own process.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from headrace.errors import InferenceUnavailable, PolicyError
+from headrace.inference.config import InferenceConfig
+from headrace.inference.engine import Engine
+from headrace.inference.weights import ServedWeights, read
+from headrace.policy.model import ModelConfig
+from headrace.rpc.generation import Completion, Generation, Loaded, Progress, ReplicaStatus
+
+IDLE_WAIT_S: Final = 1.0  # a wake ends it at once; the bound only limits what a lost one could cost
+
+
+class Replica:
+    """Use as `async with Replica(model, config) as replica`: the thread runs inside the block."""
+
+    def __init__(self, model: ModelConfig, config: InferenceConfig) -> None:
+        self._engine = Engine(model, config)
+        self._name = config.replica
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"engine-{config.replica}", daemon=True)
+        self._loading = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.failed: asyncio.Future[None] | None = None
+        """Holds the exception of the engine's thread, once it died of one."""
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self.failed = self._loop.create_future()
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends after the step in progress; requests still in flight stay unanswered."""
+        self._stopping.set()
+        self._engine.wake()
+        await asyncio.to_thread(self._thread.join)
+        assert self.failed is not None
+        if not self.failed.cancel():
+            self.failed.exception()  # seen: nobody may have been waiting for it
+
+    async def generate(self, request: Generation, *, timeout_s: float) -> list[Completion]:
+        """See `rpc.generation.Generator`."""
+        done: dict[int, Completion] = {}
+        async with aclosing(self.stream(request, timeout_s=timeout_s)) as stream:
+            async for progress in stream:
+                if progress.completion is not None:
+                    done[progress.member] = progress.completion
+        return [done[item.member] for item in request.sequences]
+
+    async def stream(self, request: Generation, *, timeout_s: float) -> AsyncGenerator[Progress]:
+        """Progress as it comes, merged per member when the reader is slower than the engine. Leaving early
+        cancels the request and frees its slots. Raises as `Engine.submit`, and InferenceUnavailable when
+        `timeout_s` is over or the engine died."""
+        loop = asyncio.get_running_loop()
+        # Bounded by the request itself: no more entries than tokens it may generate.
+        arrived: asyncio.Queue[list[Progress]] = asyncio.Queue()
+        ticket = self._engine.submit(request, lambda progress: _post(loop, arrived, progress))
+        left = len(request.sequences)
+        deadline = loop.time() + timeout_s
+        try:
+            while left:
+                for progress in await self._next(arrived, deadline, request):
+                    yield progress
+                    left -= progress.completion is not None
+        finally:
+            if left:
+                self._engine.cancel(ticket)
+
+    async def load(self, *, version: int, path: Path, root: str) -> Loaded:
+        """Serves the staged file at `path` if its tensors have `root`; else says why not and serves on. A
+        load once begun is finished even when the caller has gone. Calling twice is safe."""
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, path, root)))
+
+    async def install(self, weights: ServedWeights) -> float:
+        """Serves weights of this process; the milliseconds that decoding stood still."""
+        return await asyncio.wrap_future(self._engine.install(weights))
+
+    def status(self) -> ReplicaStatus:
+        return self._engine.status()
+
+    async def _load(self, version: int, path: Path, root: str) -> Loaded:
+        async with self._loading:
+            now = self._engine.status()
+            if root and (now.version, now.root) == (version, root):
+                return Loaded(serving=True, version=version, root=root, pause_ms=0.0, detail="")
+            try:
+                weights = await asyncio.to_thread(
+                    read, path, version=version, root=root, config=self._engine.model
+                )
+            except PolicyError as error:
+                return Loaded(
+                    serving=False, version=now.version, root=now.root, pause_ms=0.0, detail=str(error)
+                )
+            pause_ms = await self.install(weights)
+            return Loaded(serving=True, version=version, root=root, pause_ms=pause_ms, detail="")
+
+    async def _next(
+        self, arrived: asyncio.Queue[list[Progress]], deadline: float, request: Generation
+    ) -> list[Progress]:
+        """All that has come, at least one entry."""
+        assert self.failed is not None, "expected a started replica"
+        loop = asyncio.get_running_loop()
+        getting = asyncio.ensure_future(arrived.get())
+        either: set[asyncio.Future[Any]] = {getting, self.failed}
+        try:
+            await asyncio.wait(
+                either,
+                timeout=max(0.0, deadline - loop.time()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            came = getting.done() or not getting.cancel()
+        if not came:
+            cause = self.failed.exception() if self.failed.done() else None
+            reason = f"the engine died: {cause}" if cause else "the deadline passed"
+            raise InferenceUnavailable(
+                f"{self._name}: request {request.group_id}: expected tokens, {reason}"
+            ) from cause
+        pieces = getting.result()
+        while not arrived.empty():
+            pieces += arrived.get_nowait()
+        return _merged(pieces)
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if not self._engine.step():
+                    self._engine.wait(IDLE_WAIT_S)
+        except BaseException as error:
+            assert self._loop is not None and self.failed is not None
+            self._loop.call_soon_threadsafe(self.failed.set_exception, error)
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[list[Progress]], progress: list[Progress]
+) -> None:
+    loop.call_soon_threadsafe(arrived.put_nowait, progress)
+
+
+def _merged(pieces: list[Progress]) -> list[Progress]:
+    """One progress a member, in the order of their first piece."""
+    merged: dict[int, Progress] = {}
+    for piece in pieces:
+        before = merged.get(piece.member)
+        merged[piece.member] = (
+            piece
+            if before is None
+            else Progress(
+                member=piece.member,
+                tokens=before.tokens + piece.tokens,
+                logp=before.logp + piece.logp,
+                completion=piece.completion,
+            )
+        )
+    return list(merged.values())

@@ -1,0 +1,62 @@
+"""From scores to tokens: the same request gives the same tokens, whatever else is in the batch.
+
+Gumbel sampling (Gumbel 1954; Maddison et al. 2014): the argmax of `logits / temperature + noise` is a sample
+of their softmax. The noise is a function of (seed, group, member, position) alone, from a counter-based
+generator.
+
+R rows  V vocabulary
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import rng
+from headrace.kernels.invariant import token_logp
+
+
+def sample_key(seed: int, group_id: str, member: int) -> int:
+    """The key of one member's noise, in [-2^63, 2^63)."""
+    digest = hashlib.blake2b(f"{seed}/{member}/{group_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the next token of one row is chosen. `position` is its absolute place in the sequence."""
+
+    temperature: float
+    greedy: bool
+    key: int
+    position: int
+
+
+def sample(logits_RV: Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
+    """Tokens, and their log-probabilities (float32 values) at the sampling temperature, one a row. Greedy
+    rows take the likeliest token (of equals the lowest); temperature 0 is greedy at temperature 1."""
+    tokens = [0] * len(draws)
+    logp = [0.0] * len(draws)
+    for (temperature, greedy), rows in _by_kind(draws).items():
+        part_RV = logits_RV if len(rows) == len(draws) else logits_RV[rows]
+        if greedy:
+            token_R = part_RV.argmax(-1)
+        else:
+            keys_R = torch.tensor([draws[row].key for row in rows])
+            positions_R = torch.tensor([draws[row].position for row in rows])
+            noise_RV = rng.gumbel(keys_R, positions_R, logits_RV.shape[1])
+            token_R = (part_RV / temperature + noise_RV).argmax(-1)
+        logp_R = token_logp(part_RV, token_R, temperature)
+        for row, token, value in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
+            tokens[row], logp[row] = token, value
+    return tokens, logp
+
+
+def _by_kind(draws: list[Draw]) -> dict[tuple[float, bool], list[int]]:
+    """Rows that one call of each kernel can serve."""
+    kinds: dict[tuple[float, bool], list[int]] = {}
+    for row, draw in enumerate(draws):
+        kind = (draw.temperature or 1.0, draw.greedy or draw.temperature == 0)
+        kinds.setdefault(kind, []).append(row)
+    return kinds

@@ -1,0 +1,99 @@
+"""Who gets a slot next: two bounded lanes, live strictly before rollouts. Pure bookkeeping: no tensors, no
+clock.
+
+A *slot* is the place of one sequence in the decoder. Rollouts never hold more than `slots - live_slots`, so
+a live sequence always finds one that rollouts can't take. Any thread may offer; only the engine's takes.
+"""
+
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+from headrace.errors import Overloaded
+from headrace.rpc.generation import Lane
+
+_T = TypeVar("_T")
+
+
+class Scheduler(Generic[_T]):
+    """`T` is whatever waits (the engine's sequences)."""
+
+    def __init__(self, *, slots: int, live_slots: int, queue_max: int) -> None:
+        assert 0 <= live_slots < slots, f"expected 0 <= live_slots < slots, got {live_slots} and {slots}"
+        self._queue_max = queue_max
+        self._rollout_slots_max = slots - live_slots
+        self._rollout_slots = 0
+        self._free = list(range(slots - 1, -1, -1))
+        self._lane_of: dict[int, Lane] = {}
+        self._waiting: dict[Lane, deque[_T]] = {"live": deque(), "rollout": deque()}
+        self._changed = threading.Condition()
+        self._woken = False
+
+    def offer(self, lane: Lane, items: list[_T], place: str) -> None:
+        """Queues all of `items`, or none. Raises Overloaded when they don't fit beside those that wait."""
+        with self._changed:
+            waiting = self._waiting[lane]
+            if len(waiting) + len(items) > self._queue_max:
+                raise Overloaded(
+                    f"{place}: expected room for {len(items)} in the {lane} queue, got {len(waiting)} of "
+                    f"{self._queue_max} waiting"
+                )
+            waiting.extend(items)
+            self._woken = True
+            self._changed.notify()
+
+    def peek(self) -> tuple[Lane, _T] | None:
+        """Who is next and may have a slot now."""
+        with self._changed:
+            if not self._free:
+                return None
+            if self._waiting["live"]:
+                return "live", self._waiting["live"][0]
+            if self._waiting["rollout"] and self._rollout_slots < self._rollout_slots_max:
+                return "rollout", self._waiting["rollout"][0]
+            return None
+
+    def take(self, lane: Lane) -> int:
+        """The slot for the head of `lane`, which `peek` has named; it leaves the queue."""
+        with self._changed:
+            self._waiting[lane].popleft()
+            slot = self._free.pop()
+            self._lane_of[slot] = lane
+            self._rollout_slots += lane == "rollout"
+            return slot
+
+    def give_back(self, slot: int) -> None:
+        """Makes a taken slot free again."""
+        with self._changed:
+            self._rollout_slots -= self._lane_of.pop(slot) == "rollout"
+            self._free.append(slot)
+
+    def remove(self, items: list[_T]) -> list[_T]:
+        """Those of `items` that still waited; they leave their queue."""
+        gone: list[_T] = []
+        wanted = {id(item) for item in items}
+        with self._changed:
+            for lane, waiting in self._waiting.items():
+                gone += [item for item in waiting if id(item) in wanted]
+                self._waiting[lane] = deque(item for item in waiting if id(item) not in wanted)
+        return gone
+
+    def wake(self) -> None:
+        """Ends this `wait`, or the next: something else than a new sequence wants the engine's attention."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at the next `offer`, after a `wake`, or when `timeout_s` is over."""
+        with self._changed:
+            if not self._woken:
+                self._changed.wait(timeout_s)
+            self._woken = False
+
+    @property
+    def slots_used(self) -> int:
+        return len(self._lane_of)
+
+    def queued(self, lane: Lane) -> int:
+        return len(self._waiting[lane])
