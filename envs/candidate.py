@@ -44,7 +44,8 @@ def run(job: dict[str, Any], first: int, report: Report, check_cpu_ms: int, outp
     """Every candidate from `first` on: a frame for its definition (check -1), then one for each check.
 
     Kinds: `loaded`; `out` (text printed), `exc` (exception line), `setup` (exception before the check
-    itself); and, last for the candidate, `load` (exception line of the definition), `time`, `memory`, `flood`.
+    itself); and, last for the candidate, `load` (exception line of the definition), `time`, `memory`,
+    `flood`.
     """
     timer = _Timer(check_cpu_ms)
     module = sys.modules[job["module"]]

@@ -46,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """The first check not met among those that may be shown."""
     got_visible: str = ""
     """One line: what `failed_visible` printed or raised; never of a hidden check."""
+    raised_visible: bool = False
 
 
 def checks_of(docstring: str) -> list[Check]:
@@ -102,7 +103,7 @@ def _outcome(checks: Sequence[Check], seen: list[tuple[int, str, str]]) -> Outco
         return Outcome("passed", visible_passed=True, hidden_passed=True)
     index, kind, text = unmet[0]
     status, detail = _FINAL.get(kind, ("failed" if kind == "out" else "error", one_line(text)))
-    shown = next(((i, *_told(k, t)) for i, k, t in unmet if not checks[i].hidden), None)
+    shown = next(((i, k, t) for i, k, t in unmet if not checks[i].hidden), None)
     return Outcome(
         status,
         index,
@@ -110,12 +111,13 @@ def _outcome(checks: Sequence[Check], seen: list[tuple[int, str, str]]) -> Outco
         visible_passed=not any(not checks[i].hidden for i in missed),
         hidden_passed=not any(checks[i].hidden for i in missed),
         failed_visible=shown[0] if shown else None,
-        got_visible=shown[1] if shown else "",
+        got_visible=_told(*shown[1:]) if shown else "",
+        raised_visible=shown is not None and shown[1] != "out",
     )
 
 
-def _told(kind: str, text: str) -> tuple[str]:
-    return (_FINAL[kind][1] if kind in _FINAL else one_line(text) or "nothing",)
+def _told(kind: str, text: str) -> str:
+    return _FINAL[kind][1] if kind in _FINAL else one_line(text) or "nothing"
 
 
 def one_line(text: str) -> str:

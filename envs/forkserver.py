@@ -1,9 +1,9 @@
 """The warm process that forks a walled-off child for every batch of candidate programs.
 
 Started by `sandbox.Sandbox` with an empty environment; talks length-prefixed JSON over one socket; holds no
-secrets. It walls itself off, imports each package under test once (without docstrings: those hold the expected
-answers), then for each job clones a child, relays the child's frames in the one order that is possible, and
-kills whatever hangs. It judges nothing. Standard library only.
+secrets. It walls itself off, imports each package under test once (without docstrings: those hold the
+expected answers), then for each job clones a child, relays the child's frames in the one order that is
+possible, and kills whatever hangs. It judges nothing. Standard library only.
 """
 
 import base64

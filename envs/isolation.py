@@ -1,8 +1,8 @@
 """The kernel's walls around a child: namespaces, a read-only root, Landlock, seccomp, limits.
 
 Called by the fork server and by its children; decides nothing (the worker chooses the layers in `sandbox`)
-and judges nothing. Standard library only: it runs where nothing else can be imported. Linux; numbers of x86-64
-and arm64 where they differ.
+and judges nothing. Standard library only: it runs where nothing else can be imported. Linux; numbers of
+x86-64 and arm64 where they differ.
 """
 
 import ctypes

@@ -19,41 +19,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 import headrace
 from headrace.envs import syscalls
 from headrace.envs.checks import Check, Outcome, outcomes
+from headrace.envs.config import SandboxConfig
 from headrace.errors import ConfigError, SandboxError
 
 REPLY_BYTES_MAX = 64 << 20
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop()); from headrace.envs.forkserver import main; main()"
 _START_S_MAX = 20.0
 _STOP_S_MAX = 2.0
-
-
-class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a child. The defaults hold doctests of small functions with room to spare."""
-
-    isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
-    """auto: namespaces, else Landlock. limits: neither and no seccomp; only ever chosen by name."""
-    servers: int = 1
-    check_cpu_ms: int = 500
-    """Processor time of one check."""
-    wall_ms: int = 3000
-    """A child silent for this long is killed."""
-    cpu_s: int = 120
-    """Processor time of one child, which runs a whole batch."""
-    memory_bytes: int = 512 << 20
-    tmp_bytes: int = 16 << 20
-    output_bytes: int = 4096
-    """What one check may print."""
-    candidates_max: int = 256
-    """Candidates in one job."""
-    hash_seed: int = 0
-    """Order of sets of strings; fixed, so that a check means the same every day."""
 
 
 class Job(msgspec.Struct, frozen=True):
