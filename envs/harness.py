@@ -75,8 +75,8 @@ class Env:
     def create(
         cls, task: Task, tokenizer: TokenCodec, sandbox: Sandbox, config: EnvConfig, seed: int = 0
     ) -> "Env":
-        """A fresh episode; `seed` fixes the order of the examples. Raises ConfigError for a prompt that is over
-        its limit."""
+        """A fresh episode; `seed` fixes the order of the examples. Raises ConfigError for a prompt over its
+        limit."""
         env = cls(task, tokenizer, sandbox, config, seed)
         if len(env.prompt_tokens) > config.prompt_tokens_max:
             raise ConfigError(
@@ -86,8 +86,8 @@ class Env:
         return env
 
     async def step(self, call_tokens: Sequence[int]) -> StepResult:
-        """The answer to one turn of the model. Raises SandboxError; the episode then stands where it stood, and
-        the step may be tried again."""
+        """The answer to one turn of the model. Raises SandboxError; the episode then stands where it stood,
+        and the step may be tried again."""
         return (await step_group([self], [call_tokens]))[0]
 
     def rewards(self) -> list[Score]:
@@ -121,15 +121,11 @@ class Env:
         check = self.checks[outcome.failed_visible]
         expected = check.want if check.exception is None else check.exception
         parts = [one_line(check.source), one_line(expected), outcome.got_visible]
-        while True:
-            text = f"{parts[0]}: expected {parts[1]}, got {parts[2]}"
-            if (
-                len(self._tokenizer.encode(text)) <= self._config.result_tokens_max - 2
-                or max(map(len, parts)) < 8
-            ):
-                return text
+        tokens_max = self._config.result_tokens_max - 2  # the two markers
+        while len(self._tokenizer.encode(_compared(parts))) > tokens_max and max(map(len, parts)) >= 8:
             longest = max(range(3), key=lambda place: len(parts[place]))
             parts[longest] = parts[longest].removesuffix("..")[: int(len(parts[longest]) * 0.8) - 2] + ".."
+        return _compared(parts)
 
 
 async def step_group(envs: Sequence[Env], calls: Sequence[Sequence[int]]) -> list[StepResult]:
@@ -153,6 +149,10 @@ async def step_group(envs: Sequence[Env], calls: Sequence[Sequence[int]]) -> lis
 def _read(env: Env, call: Sequence[int]) -> str | Malformed:
     parsed = parse_call(env._tokenizer, list(call))
     return parsed if isinstance(parsed, Malformed) else parsed.fill
+
+
+def _compared(parts: Sequence[str]) -> str:
+    return f"{parts[0]}: expected {parts[1]}, got {parts[2]}"
 
 
 def _may_run(fill: str | Malformed) -> TypeGuard[str]:

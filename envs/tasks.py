@@ -139,7 +139,7 @@ class TaskSet:
         return self._place(task_id)[1].kind
 
     def task(self, task_id: str) -> Task:
-        """Raises ConfigError for an id that is not in this set, or a source that this Python reads otherwise."""
+        """Raises ConfigError for an id not in this set, or a source that this Python writes differently."""
         function, hole = self._place(task_id)
         text, checks = _function(function)
         return Task(
