@@ -1,0 +1,235 @@
+"""One group of rollouts, read off the records it got so far: who is whole, who is rewarded, what is missing.
+
+Not here: when a group closes (`streams.experience`). Built again from the log whenever a state is restored;
+never stored.
+
+An attempt is never mixed with another inside one rollout. A member's rollout is its highest attempt that is
+whole and rewarded; else the highest whole one; else the highest there is.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.wire.records import GroupFailed, Prompt, Record, Reward, Rollout, RolloutStep, Source
+
+
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """A record that counts, one of four, and when the log took it."""
+
+    at_ms: int
+    step: RolloutStep | None = None
+    reward: Reward | None = None
+    prompt: Prompt | None = None
+    failed: GroupFailed | None = None
+
+    @classmethod
+    def of(cls, at_ms: int, record: Record) -> "Kept":
+        match record:
+            case RolloutStep():
+                return cls(at_ms, step=record)
+            case Reward():
+                return cls(at_ms, reward=record)
+            case Prompt():
+                return cls(at_ms, prompt=record)
+            case GroupFailed():
+                return cls(at_ms, failed=record)
+        raise AssertionError(type(record))
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for a record and its repetition."""
+        if self.step is not None:
+            return (self.step.member, self.step.attempt, self.step.step)
+        if self.reward is not None:
+            reward = self.reward
+            return (reward.member, reward.attempt, reward.component, reward.verdict)
+        return "prompt" if self.prompt is not None else ("failed", self.failed and self.failed.attempt)
+
+    @property
+    def bytes(self) -> int:
+        """About what it holds in memory: the arrays and texts, and a rough price for the rest."""
+        if self.step is not None:
+            step = self.step
+            arrays = len(step.tokens_in) + len(step.tokens_out) + len(step.logp) + len(step.loss_mask)
+            return 1000 + arrays + len(step.routes) + len(step.tool_result or "")
+        return 500 + (len(self.reward.evidence) if self.reward is not None else 0)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of one member."""
+
+    steps: dict[int, RolloutStep] = field(default_factory=dict)
+    length: int | None = None
+    """Number of steps, once the last one is there."""
+    scores: dict[str, float] = field(default_factory=dict)
+    quarantined: bool = False
+
+    @property
+    def whole(self) -> bool:
+        length = self.length
+        return (
+            length is not None and len(self.steps) >= length and all(i in self.steps for i in range(length))
+        )
+
+    def settled(self, components: Iterable[str]) -> bool:
+        """Nothing more is needed: whole, and judged by all required components or thrown out by one."""
+        return self.whole and (self.quarantined or all(name in self.scores for name in components))
+
+
+class Group:
+    """Grows by `add`; equal logs in any order make groups with equal rollouts."""
+
+    def __init__(self) -> None:
+        self.prompt: Prompt | None = None
+        self.bytes = 0
+        self.first_ms = 0
+        self.last_ms = 0
+        self._any: Record | None = None
+        self._newest = 0
+        self._failed: GroupFailed | None = None
+        self._seen: set[Hashable] = set()
+        self._members: dict[int, dict[int, Attempt]] = {}
+        self._settled: set[int] = set()
+
+    @classmethod
+    def of(cls, log: list[Kept]) -> "Group":
+        """The group behind `log`; records after the Prompt's deadline do not count."""
+        group = cls()
+        group.prompt = next((kept.prompt for kept in log if kept.prompt is not None), None)
+        deadline_ms = group.deadline_ms
+        for kept in log:
+            if kept.prompt is not None or deadline_ms is None or kept.at_ms <= deadline_ms:
+                group.add(kept)
+        return group
+
+    def add(self, kept: Kept) -> bool:
+        """False, and nothing changed, for a record that is already there."""
+        identity = kept.identity
+        if identity in self._seen:
+            return False
+        self._seen.add(identity)
+        self.bytes += kept.bytes
+        self.first_ms = kept.at_ms if self._any is None else min(self.first_ms, kept.at_ms)
+        self.last_ms = max(self.last_ms, kept.at_ms)
+        if kept.step is not None:
+            self._any = kept.step
+            self._add_step(kept.step)
+        elif kept.reward is not None:
+            self._any = kept.reward
+            self._add_reward(kept.reward)
+        elif kept.prompt is not None:
+            self._any = self.prompt = kept.prompt
+        elif kept.failed is not None:
+            self._any = kept.failed
+            if self._failed is None or kept.failed.attempt > self._failed.attempt:
+                self._failed = kept.failed
+        return True
+
+    @property
+    def deadline_ms(self) -> int | None:
+        return None if self.prompt is None else self.prompt.deadline_ms
+
+    @property
+    def failure(self) -> GroupFailed | None:
+        """That of the newest attempt: an older one that failed says nothing about the one under way."""
+        return self._failed if self._failed is not None and self._failed.attempt >= self._newest else None
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Those that the Prompt asked for; without one, those that were seen."""
+        return sorted(self._members) if self.prompt is None else range(self.prompt.group_size)
+
+    @property
+    def complete(self) -> bool:
+        return (
+            self.prompt is not None
+            and len(self._settled) >= self.prompt.group_size
+            and all(member in self._settled for member in self.members)
+        )
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(member for member in self.members if member not in self._settled)
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """One for each member that sent a step, in order."""
+        weights = {} if self.prompt is None else self.prompt.components
+        return tuple(
+            _rollout(member, *best, weights)
+            for member in self.members
+            if (best := self._best(self._members.get(member, {}))) is not None
+        )
+
+    @property
+    def run(self) -> str:
+        return getattr(self.prompt or self._any, "run", "")
+
+    @property
+    def source(self) -> Source:
+        return next((step.source for step in self._steps()), "sim")
+
+    @property
+    def region(self) -> str:
+        if self.prompt is not None:
+            return self.prompt.region
+        return min((step.region for step in self._steps()), default="local")
+
+    @property
+    def admitted_version(self) -> int:
+        """The Prompt's; without one, the oldest that a step was generated under."""
+        if self.prompt is not None:
+            return self.prompt.weights_version
+        return min((step.weights_version for step in self._steps()), default=0)
+
+    def _steps(self) -> Iterator[RolloutStep]:
+        return (
+            step
+            for attempts in self._members.values()
+            for attempt in attempts.values()
+            for step in attempt.steps.values()
+        )
+
+    def _add_step(self, step: RolloutStep) -> None:
+        attempt = self._attempt(step.member, step.attempt)
+        attempt.steps[step.step] = step
+        if step.last:
+            attempt.length = step.step + 1
+        self._settle(step.member, attempt)
+
+    def _add_reward(self, reward: Reward) -> None:
+        attempt = self._attempt(reward.member, reward.attempt)
+        if reward.verdict == "quarantine":
+            attempt.quarantined = True
+        else:
+            attempt.scores[reward.component] = reward.value
+        self._settle(reward.member, attempt)
+
+    def _attempt(self, member: int, number: int) -> Attempt:
+        self._newest = max(self._newest, number)
+        return self._members.setdefault(member, {}).setdefault(number, Attempt())
+
+    def _settle(self, member: int, attempt: Attempt) -> None:
+        if self.prompt is not None and attempt.settled(self.prompt.components):
+            self._settled.add(member)
+
+    def _best(self, attempts: dict[int, Attempt]) -> tuple[int, Attempt] | None:
+        components = {} if self.prompt is None else self.prompt.components
+        tried = [(number, attempt) for number, attempt in attempts.items() if attempt.steps]
+        return max(
+            tried, key=lambda try_: (try_[1].settled(components), try_[1].whole, try_[0]), default=None
+        )
+
+
+def _rollout(member: int, number: int, attempt: Attempt, weights: dict[str, float]) -> Rollout:
+    judged = bool(weights) and all(name in attempt.scores for name in weights)
+    return Rollout(
+        member=member,
+        attempt=number,
+        steps=tuple(attempt.steps[index] for index in sorted(attempt.steps)),
+        components=dict(sorted(attempt.scores.items())),
+        reward=sum(weight * attempt.scores[name] for name, weight in weights.items()) if judged else None,
+        quarantined=attempt.quarantined,
+        whole=attempt.whole,
+    )
