@@ -106,7 +106,8 @@ class Reader(Protocol):
     """Reads assigned partitions from given positions. No group, no commits."""
 
     async def read(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
-        """The next deliveries (in order within a partition), or [] after `wait_ms` without any.
+        """The next deliveries (in order within a partition), or [] after `wait_ms` without any, or at once when
+        the positions have moved past a gap.
 
         Raises OffsetGone when a position has left the log (retention, or a topic made anew): never skips
         silently.

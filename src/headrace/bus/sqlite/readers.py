@@ -31,8 +31,9 @@ class SqliteReader:
             version = self._file.version()
             order = _rotated(self._positions)
             deliveries, after = await self._file.read(lambda db: log.read(db, order, records_max))  # noqa: B023 - awaited here
+            passed_gap = after != self._positions
             self._positions = after
-            if deliveries or not await self._file.changed(version, deadline_s):
+            if deliveries or passed_gap or not await self._file.changed(version, deadline_s):
                 return deliveries
 
     def positions(self) -> dict[TopicPartition, int]:

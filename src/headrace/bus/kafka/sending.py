@@ -1,0 +1,216 @@
+"""Sending to Kafka: batches of an idempotent producer, and transactions.
+
+Not here: how faults are named (`connection`).
+
+Records go as one batch per partition (`create_batch`, `send_batch`): six times cheaper than one `send` each.
+A producer whose call ran into its deadline is thrown away with all that it still held, so that nothing is
+written after its caller was told that it failed (what a broker had already taken stays: a caller that sends
+again may double it).
+"""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from aiokafka import AIOKafkaProducer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.errors import IllegalOperation, KafkaConnectionError, KafkaError
+
+from headrace.bus.kafka.connection import Connection
+from headrace.bus.protocol import Message, Positions, TopicPartition, check_size, partition_for
+from headrace.errors import BusError, BusUnavailable
+
+BATCH_BYTES = 1_000_000  # the broker takes 1,048,588; the first record of a batch may be larger than this
+STOP_S = 5.0
+RETRY_BACKOFF_MS = (
+    20  # a transaction right behind another of the same id meets ConcurrentTransactions for a few ms
+)
+
+PartitionCount = Callable[[str], Awaitable[int]]
+
+
+class Sender:
+    """The bus's idempotent producer, started at the first batch and made anew after a failure."""
+
+    def __init__(self, connection: Connection, partitions: PartitionCount) -> None:
+        self._connection = connection
+        self._partitions = partitions
+        self._producer: AIOKafkaProducer | None = None
+        self._starting = asyncio.Lock()
+
+    async def send(self, messages: Sequence[Message]) -> list[int]:
+        """Offsets of the appended messages. Raises as `Bus.produce`."""
+        placed = await place(messages, self._partitions)
+        producer = await self._started()
+        try:
+            async with asyncio.timeout(self._connection.retry_s):
+                return await append(producer, messages, placed)
+        except TimeoutError as error:
+            await self._replace(producer)
+            raise self._connection.late("produce") from error
+        except KafkaError as error:
+            await self._replace(producer)
+            raise self._connection.named("produce", error) from error
+
+    async def stop(self) -> None:
+        if self._producer is not None:
+            await stop(self._producer)
+
+    async def _started(self) -> AIOKafkaProducer:
+        async with self._starting:
+            if self._producer is None:
+                self._producer = await start(self._connection)
+            return self._producer
+
+    async def _replace(self, failed: AIOKafkaProducer) -> None:
+        if self._producer is failed:
+            self._producer = None
+            await abandon(failed)
+
+
+class KafkaTransactor:
+    """One producer under one transactional id. After any failure but a refused message: start anew."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        partitions: PartitionCount,
+        producer: AIOKafkaProducer,
+        transactional_id: str,
+    ) -> None:
+        self._connection = connection
+        self._partitions = partitions
+        self._producer = producer
+        self._id = transactional_id
+        self._one_at_a_time = (
+            asyncio.Lock()
+        )  # aiokafka fails with KeyError on overlapping offset commits (#1098)
+        self._broken: BusError | None = None
+
+    async def commit(
+        self, messages: Sequence[Message], *, group: str | None = None, positions: Positions | None = None
+    ) -> list[int]:
+        async with self._one_at_a_time:
+            if self._broken is not None:
+                raise self._broken
+            placed = await place(messages, self._partitions)
+            self._broken = BusUnavailable(
+                f"{self._id}: the outcome of the last transaction is unknown: start anew"
+            )
+            try:
+                async with asyncio.timeout(self._connection.retry_s):
+                    offsets = await self._transaction(messages, placed, group, positions or {})
+            except TimeoutError as error:
+                raise self._connection.late(f"transaction of {self._id}") from error
+            except KafkaError as error:
+                self._broken = self._connection.named(f"transaction of {self._id}", error)
+                raise self._broken from error
+            self._broken = None
+            return offsets
+
+    async def _transaction(
+        self,
+        messages: Sequence[Message],
+        placed: Mapping[TopicPartition, list[int]],
+        group: str | None,
+        positions: Positions,
+    ) -> list[int]:
+        await self._producer.begin_transaction()
+        try:
+            sending = append(self._producer, messages, placed)
+            if group is not None and positions:
+                offsets, _ = await asyncio.gather(sending, self._send_positions(group, positions))
+            else:
+                offsets = await sending
+        except BaseException:
+            # An open transaction holds back every reader of its partitions until it times out.
+            with contextlib.suppress(KafkaError, IllegalOperation, AssertionError, TimeoutError):
+                await asyncio.wait_for(self._producer.abort_transaction(), STOP_S)
+            raise
+        await self._producer.commit_transaction()
+        return offsets
+
+    async def _send_positions(self, group: str, positions: Positions) -> None:
+        offsets = {KafkaPartition(*tp): position for tp, position in positions.items()}
+        await self._producer.send_offsets_to_transaction(offsets, group)
+
+
+async def place(messages: Sequence[Message], partitions: PartitionCount) -> dict[TopicPartition, list[int]]:
+    """Indices of `messages` by the partition they go to. Raises RecordTooLarge, TopicMismatch: before
+    anything is sent.
+    """
+    counts = {topic: await partitions(topic) for topic in {message.topic for message in messages}}
+    placed: dict[TopicPartition, list[int]] = defaultdict(list)
+    for index, message in enumerate(messages):
+        check_size(message)
+        placed[TopicPartition(message.topic, partition_for(message, counts[message.topic]))].append(index)
+    return placed
+
+
+async def append(
+    producer: AIOKafkaProducer, messages: Sequence[Message], placed: Mapping[TopicPartition, list[int]]
+) -> list[int]:
+    """Sends and waits for the broker; offsets in the order of `messages`."""
+    batches: list[tuple[Awaitable[object], list[int]]] = []
+    for tp, indices in placed.items():
+        rest = indices
+        while rest:
+            batch = producer.create_batch()
+            count = 0
+            for index in rest:
+                message = messages[index]
+                if (
+                    batch.append(
+                        timestamp=None, key=message.key, value=message.value, headers=list(message.headers)
+                    )
+                    is None
+                ):
+                    break
+                count += 1
+            future = await producer.send_batch(batch, tp.topic, partition=tp.partition)
+            batches.append((future, rest[:count]))
+            rest = rest[count:]
+    offsets = [0] * len(messages)
+    written = await asyncio.gather(*(future for future, _ in batches))
+    for metadata, (_, indices) in zip(written, batches, strict=True):
+        for offset, index in enumerate(indices, start=metadata.offset):  # type: ignore[attr-defined]
+            offsets[index] = offset
+    return offsets
+
+
+async def start(connection: Connection, transactional_id: str | None = None) -> AIOKafkaProducer:
+    """A started producer; with an id, every earlier holder of it is fenced. Raises BusUnavailable."""
+    producer = AIOKafkaProducer(
+        **connection.settings,
+        acks="all",
+        enable_idempotence=True,
+        transactional_id=transactional_id,
+        transaction_timeout_ms=int(2 * connection.retry_s * 1000),
+        max_batch_size=BATCH_BYTES,
+        retry_backoff_ms=RETRY_BACKOFF_MS,
+    )
+    try:
+        return await connection.started(producer, producer.start, wait_s=connection.retry_s)
+    except BaseException:
+        await abandon(producer)
+        raise
+
+
+async def stop(producer: AIOKafkaProducer) -> None:
+    try:
+        await asyncio.wait_for(producer.stop(), STOP_S)
+    except (TimeoutError, KafkaError):
+        await abandon(producer)
+
+
+async def abandon(producer: AIOKafkaProducer) -> None:
+    """Stops `producer` without waiting for what it still holds. aiokafka has no public way to do it."""
+    producer._closed = True
+    producer._message_accumulator.fail_all(KafkaConnectionError("the producer was given up"))
+    sender = producer._sender.sender_task
+    if sender is not None:
+        sender.cancel()
+        with contextlib.suppress(asyncio.CancelledError, KafkaError, TimeoutError):
+            await asyncio.wait_for(sender, STOP_S)
+    await producer.client.close()
