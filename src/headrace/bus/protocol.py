@@ -106,8 +106,8 @@ class Reader(Protocol):
     """Reads assigned partitions from given positions. No group, no commits."""
 
     async def read(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
-        """The next deliveries (in order within a partition), or [] after `wait_ms` without any, or at once when
-        the positions have moved past a gap.
+        """The next deliveries (in order within a partition), or [] after `wait_ms` without any, or at once
+        when the positions have moved past a gap.
 
         Raises OffsetGone when a position has left the log (retention, or a topic made anew): never skips
         silently.
@@ -125,11 +125,22 @@ class GroupMember(Protocol):
     """A member of a consumer group: partitions come and go between calls of `poll`."""
 
     async def poll(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
-        """Next deliveries from the partitions that are ours now. Heart-beats go on between calls, however
-        long a handler takes."""
+        """Next deliveries from the partitions that are ours now, or [] after `wait_ms`. A partition that the
+        group never committed starts at its oldest record.
+
+        Heart-beats go on between calls, however long a handler takes (one that blocks the event loop blocks
+        them too). Raises OffsetGone when a position has left the log: `seek` to where the policy says, and go
+        on. Raises Fenced when another process joined under the same stable id (embedded log only).
+        """
         ...
 
-    def assignment(self) -> frozenset[TopicPartition]: ...
+    def assignment(self) -> frozenset[TopicPartition]:
+        """The partitions that were ours at the last `poll`."""
+        ...
+
+    def seek(self, positions: Positions) -> None:
+        """Reads on from there. Partitions that are not ours are left out."""
+        ...
 
     async def commit(self, positions: Positions) -> None:
         """Commits next positions. Partitions no longer ours are left out, never an error: their new owner
