@@ -18,6 +18,7 @@ _FINAL: dict[str, tuple[Status, str]] = {
     "memory": ("limit", "MemoryError"),
     "flood": ("limit", "too much output"),
     "crash": ("crash", "the process died"),
+    "forged": ("crash", "wrote into the pipe of results"),
 }
 
 

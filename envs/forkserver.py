@@ -136,6 +136,7 @@ class _Supervision:
 
     def __init__(self, job: dict[str, Any], first: int, frames: list[list[Any]], wall_s: float) -> None:
         self._ends = len(job["checks"]) - 1, len(job["candidates"])
+        self._first = first
         self._next = (first, -2)
         self._frames = frames
         self._wall_s = wall_s
@@ -164,6 +165,11 @@ class _Supervision:
             raise Fault(f"child: ended before its first candidate ({end})")
         if end == "crash" and killed == signal.SIGKILL:
             raise Fault("child: killed from outside")
+        if check == -1 and number > self._first:  # not begun: what came between is its predecessor's doing
+            if end == "forged":
+                self._frames[:] = [frame for frame in self._frames if frame[0] != number - 1]
+                self._frames.append([number - 1, -1, end, ""])
+            return number
         self._frames.append([number, check, end, ""])
         return number + 1
 
@@ -171,17 +177,17 @@ class _Supervision:
         while len(self._buffer) >= 4:
             (size,) = struct.unpack_from("!I", self._buffer)
             if size > candidate.FRAME_BYTES_MAX:
-                return "crash"
+                return "forged"
             if len(self._buffer) < 4 + size:
                 break
             try:
                 number, check, kind, text = json.loads(self._buffer[4 : 4 + size])
-            except ValueError:
-                return "crash"
+            except (ValueError, TypeError):
+                return "forged"
             if check == -2 and kind == "fault" and self._next[1] == -2:
                 raise Fault(f"child: {text}")
             if (number, check) != self._next or not isinstance(text, str):
-                return "crash"  # a frame out of order was not written by us
+                return "forged"  # a frame out of order was not written by us
             self._buffer = self._buffer[4 + size :]
             self._advance(number, check, kind, text)
         return ""
