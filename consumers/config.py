@@ -50,8 +50,9 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Files kept per replica."""
     poll_ms: int = 500
     """Between two looks at a replica."""
-    load_s_max: float = 600.0
-    """How long a replica may take over one version before it is asked again."""
+    load_ms_max: int = 60_000
+    """For the answer to one load. Without it, the replica is not asked again while it may be in the middle of
+    it: four times as long, unless it restarted or serves the version."""
     retry_ms: int = 5_000
     """After a version could not be had, or was refused."""
     versions_max: int = 256

@@ -1,0 +1,287 @@
+"""The trainer's process: closed groups in, one transaction per step out.
+
+    records -> admission -> loss -> optimizer -> publish -> commit
+
+A step's ledger record, the announcement of its weights, its dead letters and the consumed offsets are one
+transaction, so a group is trained exactly once whoever dies, when. A second trainer of the same run fences
+the first. Not here: the arithmetic (`trainer`), the input (`consumers.batches`), what a restart does
+(`consumers.recovery`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from headrace import log
+from headrace.bus.dead_letters import dead_letter
+from headrace.bus.protocol import Bus, Message, Transactor
+from headrace.clock import Clock, SystemClock
+from headrace.config import RunConfig
+from headrace.consumers import publishing
+from headrace.consumers.batches import Batch, Batches, positions_of
+from headrace.consumers.ledger import Ledger, read_ledger, step_record
+from headrace.consumers.recovery import recover
+from headrace.errors import BusUnavailable, Fenced, StoreUnavailable
+from headrace.kernels import invariant
+from headrace.policy.checkpoint import load_seed
+from headrace.policy.model import ModelConfig, Weights
+from headrace.store.blobs import Blob, Blobs
+from headrace.trainer import checkpoint, provenance
+from headrace.trainer.config import StepSettings, TrainerConfig
+from headrace.trainer.learner import Cancelled
+from headrace.trainer.state import State
+from headrace.trainer.step import StepResult, run_step
+from headrace.wire.codec import encode
+from headrace.wire.records import Checkpoint, Record, TrainStep, WeightsPublished
+from headrace.wire.topics import EXPERIENCE, TRAIN_STEPS, WEIGHTS
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+RETRY_S = 0.5
+"""Pause before the log is tried again."""
+
+
+async def run(
+    bus: Bus,
+    run: RunConfig,
+    config: TrainerConfig,
+    blobs: Blobs,
+    stop: asyncio.Event,
+    *,
+    seed: tuple[ModelConfig, Weights] | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Trains until step `run.steps_max` is in the ledger or `stop` is set.
+
+    `seed`: the shipped model if None. Raises Fenced when another trainer of the run has started, OffsetGone
+    when unread experience has left the log, TrainingError (a step can't be computed, or not computed again),
+    BusUnavailable and StoreUnavailable when they stay away for longer than `outage_ms_max`.
+    """
+    with ThreadPoolExecutor(1, "trainer", _prepare_torch, (config.threads,)) as executor:
+        trainer = _Trainer(bus, run, config, blobs, stop, executor, clock or SystemClock())
+        try:
+            await trainer.prepare(seed)
+            await trainer.run()
+        except Cancelled:
+            log.event(_logger, "step_abandoned", step=trainer.state_step + 1)
+        except Fenced as error:
+            log.event(_logger, "fenced", level=logging.ERROR, run=run.name, reason=error)
+            raise
+
+
+def _prepare_torch(threads: int) -> None:
+    torch.set_num_threads(threads)  # counted per thread: has to be said in the one that computes
+    invariant.warm_up()
+
+
+class _Trainer:
+    """`held` is what this process has computed and may be in the ledger: the last committed state, and the
+    one whose transaction was under way."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        run: RunConfig,
+        config: TrainerConfig,
+        blobs: Blobs,
+        stop: asyncio.Event,
+        executor: ThreadPoolExecutor,
+        clock: Clock,
+    ) -> None:
+        self._bus = bus
+        self._run = run
+        self._config = config
+        self._blobs = blobs
+        self._stop = stop
+        self._executor = executor
+        self._clock = clock
+        self._name = f"trainer-{run.name}"
+        self._settings = StepSettings(run=run, trainer=config)
+        self._held: list[State] = []
+        self._checkpoints: list[Checkpoint] = []
+        self._away_since_s: float | None = None
+        self._commit_s = 0.0
+
+    @property
+    def state_step(self) -> int:
+        return self._held[-1].step if self._held else 0
+
+    async def prepare(self, seed: tuple[ModelConfig, Weights] | None) -> None:
+        """Reads the model, and asks the computing thread what it is."""
+        if seed is None:
+            model, weights, _ = await self._compute(load_seed)
+            seed = model, weights
+        self._seed = seed
+        self._provenance = await self._compute(provenance.collect)
+
+    async def run(self) -> None:
+        """Serves from one outage to the next."""
+        while not self._stop.is_set():
+            try:
+                async with self._bus.transactor(self._name) as transactor:  # fences, then looks
+                    self._away_since_s = None
+                    await self._serve(transactor)
+                    return
+            except (BusUnavailable, StoreUnavailable) as error:  # a commit's outcome may be unknown: look
+                self._away_since_s = self._away_since_s or time.monotonic()
+                away_ms = (time.monotonic() - self._away_since_s) * 1000
+                if away_ms > self._config.outage_ms_max:
+                    raise
+                log.event(_logger, "unavailable", level=logging.WARNING, reason=error, away_ms=round(away_ms))
+                await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, transactor: Transactor) -> None:
+        ledger = await read_ledger(self._bus, self._run.name)
+        state = await self._recover(ledger)
+        if 0 not in ledger.published:
+            await self._publish_seed(transactor, state)
+        self._held = [state]
+        self._checkpoints = [step.checkpoint for step in ledger.steps if step.checkpoint]
+        log.event(_logger, "trainer_start", run=self._run.name, step=state.step, root=state.root[:12])
+        positions = await self._bus.begins([EXPERIENCE.name]) | positions_of(state.positions)
+        async with self._bus.reader(positions) as reader:
+            batches = Batches(
+                reader,
+                self._blobs,
+                run_name=self._run.name,
+                groups=self._run.groups_per_step,
+                alarm_ms=self._config.alarm_ms,
+                positions=state.positions,
+            )
+            while state.step < self._run.steps_max:
+                batch = await batches.next(state.seen, self._stop)
+                if batch is None:
+                    return
+                state = await self._step(transactor, state, batch)
+        log.event(_logger, "trainer_end", step=state.step)
+
+    async def _recover(self, ledger: Ledger) -> State:
+        return await recover(
+            self._bus,
+            self._blobs,
+            ledger,
+            run_name=self._run.name,
+            group=self._name,
+            seed=self._seed,
+            held=self._held,
+            now=self._provenance,
+            compute=self._compute,
+            cancelled=self._stop.is_set,
+        )
+
+    async def _publish_seed(self, transactor: Transactor, state: State) -> None:
+        packed = await self._compute(lambda: publishing.pack(state, None, full_every=1))
+        now_ms = self._clock.now_ms()
+        announced = await publishing.store(self._blobs, packed, run_name=self._run.name, now_ms=now_ms)
+        message = self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/0")
+        await transactor.commit([message], group=self._name, positions=positions_of(state.positions))
+
+    async def _step(self, transactor: Transactor, state: State, batch: Batch) -> State:
+        # 1 learn  2 store the blobs  3 one transaction: ledger, announcement, dead letters, offsets. A crash
+        # after 2 leaves orphan blobs, no more; an unknown outcome of 3 is looked up by `_recover`.
+        started_s, started_ms = time.monotonic(), self._clock.now_ms()
+        result = await self._compute(
+            lambda: run_step(
+                state,
+                batch.entries,
+                batch.positions,
+                model=self._seed[0],
+                settings=self._settings,
+                cancelled=self._stop.is_set,
+            )
+        )
+        learned_s = time.monotonic()
+        announced = await self._store_version(result.state, state)
+        saved = await self._store_checkpoint(result.state)
+        stored_s = time.monotonic()
+        seconds = {
+            "seconds.wait": batch.wait_s,
+            "seconds.learn": learned_s - started_s,
+            "seconds.store": stored_s - learned_s,
+            "seconds.commit": self._commit_s,
+        }
+        record = step_record(
+            state,
+            result,
+            batch,
+            settings=self._settings,
+            now=self._provenance,
+            seconds=seconds,
+            saved=saved,
+            started_ms=started_ms,
+            ended_ms=self._clock.now_ms(),
+        )
+        self._held = [state, result.state]
+        await transactor.commit(
+            [
+                self._message(TRAIN_STEPS.name, record, f"{self._run.name}/step/{record.step}"),
+                self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/{record.step}"),
+                *self._dead_letters(result, batch),
+            ],
+            group=self._name,
+            positions=positions_of(batch.positions),
+        )
+        self._commit_s = time.monotonic() - stored_s
+        self._held = [result.state]
+        self._log(record)
+        await self._forget_checkpoints(saved)
+        return result.state
+
+    async def _store_version(self, state: State, previous: State) -> WeightsPublished:
+        full_every = self._config.full_every
+        packed = await self._compute(lambda: publishing.pack(state, previous, full_every=full_every))
+        return await publishing.store(
+            self._blobs, packed, run_name=self._run.name, now_ms=self._clock.now_ms()
+        )
+
+    async def _store_checkpoint(self, state: State) -> Checkpoint | None:
+        """Every `checkpoint_every` steps and at the last one."""
+        if state.step % self._config.checkpoint_every and state.step != self._run.steps_max:
+            return None
+        data = await self._compute(lambda: checkpoint.encode(state, self._run.name))
+        blob: Blob = await self._blobs.put(data)
+        return Checkpoint(uri=blob.uri, sha256=blob.sha256)
+
+    async def _forget_checkpoints(self, saved: Checkpoint | None) -> None:
+        """After the newest is in the ledger; without the old ones the ledger can still be replayed from the
+        seed."""
+        if saved is None:
+            return
+        self._checkpoints.append(saved)
+        kept = self._config.checkpoints_kept
+        for old in self._checkpoints[:-kept]:
+            await self._blobs.delete(old.uri)
+        del self._checkpoints[:-kept]
+
+    def _dead_letters(self, result: StepResult, batch: Batch) -> list[Message]:
+        now_ms = self._clock.now_ms()
+        return [
+            dead_letter(batch.deliveries[entry.place], error, by="trainer", now_ms=now_ms)
+            for entry, error in result.admission.malformed
+        ]
+
+    def _message(self, topic: str, record: Record, event_id: str) -> Message:
+        now_ms = self._clock.now_ms()
+        value, headers = encode(record, source="trainer", now_ms=now_ms, event_id=event_id)
+        return Message(topic, self._run.name.encode(), value, headers)
+
+    async def _compute(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _log(self, record: TrainStep) -> None:
+        shown = ("loss", "reward.mean", "lag.mean", "mismatch.abs_max", "idle_share", "seconds.learn")
+        numbers = {name: record.metrics[name] for name in shown if name in record.metrics}
+        log.event(
+            _logger,
+            "step",
+            step=record.step,
+            trained=len(record.admitted),
+            dropped=len(record.drops),
+            **numbers,
+        )
