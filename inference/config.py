@@ -8,7 +8,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the server listens; port 0 takes a free one."""
     replica: str = "inference-0"
     serve_seed: bool = False
-    """Serve the shipped seed as version 0 from the start, instead of waiting for the relay."""
+    """Serve the seed as version 0 from the start, instead of waiting for the relay."""
     slots: int = 136
     """Sequences decoded at once."""
     live_slots: int = 8
@@ -20,7 +20,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_tokens: int = 16_384
     """Prompt tokens whose keys and values are kept for requests to come."""
     step_tokens: int = 512
-    """Prompt tokens computed between two decode steps, at most."""
+    """Tokens of prompts and earlier turns computed between two decode steps, at most."""
     chunk_tokens: int = 64
     """Own tokens (earlier turns) of one sequence computed in one step, at most."""
     threads: int = 1

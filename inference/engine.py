@@ -107,10 +107,10 @@ class Engine:
         if weights is None:
             return False
         began = time.perf_counter()
-        fresh = self._admit(weights)
+        fresh, room = self._admit(weights)
         if not fresh and not self._running:
             return False
-        logits_RV, ready = self._forward(weights, fresh)
+        logits_RV, ready = self._forward(weights, fresh, room)
         if ready:
             self._advance(weights, logits_RV, ready)
         self._busy_s += time.perf_counter() - began
@@ -133,8 +133,9 @@ class Engine:
                 ticket.sink([self._end(item, "cancelled") for item in left])
                 self._running = [item for item in self._running if not item.ended]
 
-    def _admit(self, weights: ServedWeights) -> list[Running]:
-        """Gives free slots to those who wait, while this step has room for their prompts."""
+    def _admit(self, weights: ServedWeights) -> tuple[list[Running], int]:
+        """Gives free slots to those who wait, while this step has room for their prompts; and the room
+        left."""
         fresh: list[Running] = []
         missing: dict[tuple[int, ...], list[Running]] = {}
         room = self._config.step_tokens
@@ -157,7 +158,7 @@ class Engine:
             fresh.append(item)
         if missing:
             self._prefill(weights, missing)
-        return fresh
+        return fresh, room
 
     def _prefill(self, weights: ServedWeights, missing: dict[tuple[int, ...], list[Running]]) -> None:
         computed = self._decoder.prefill(weights.tensors, [list(tokens) for tokens in missing])
@@ -167,29 +168,37 @@ class Engine:
             for item in items:
                 item.prefix = prefix
 
-    def _forward(self, weights: ServedWeights, fresh: list[Running]) -> tuple[Tensor, list[Running]]:
-        """Feeds every sequence what it has to be fed; the scores `[R, V]` of those that may sample now."""
+    def _forward(
+        self, weights: ServedWeights, fresh: list[Running], room: int
+    ) -> tuple[Tensor, list[Running]]:
+        """Feeds the running sequences what they have to be fed; the scores `[R, V]` of those that may sample
+        now."""
         ready = [item for item in fresh if not item.feed]
-        parts_V = [_prefix_of(item).logits_V for item in ready]
+        parts = [_prefix_of(item).logits_V.unsqueeze(0) for item in ready]
         self._running += fresh
-        rows, fed = [], []
-        for item in self._running:
-            if item.feed:
-                chunk, item.feed = (
-                    item.feed[: self._config.chunk_tokens],
-                    item.feed[self._config.chunk_tokens :],
-                )
-                rows.append(Row(slot=item.slot, prefix=_prefix_of(item), tokens=chunk))
-                fed.append(item)
-        if not rows:
-            return torch.stack(parts_V), ready
-        extension = self._decoder.extend(weights.tensors, rows)
-        for item, routes_TLK in zip(fed, extension.routes, strict=True):
-            item.routes.append(routes_TLK)
-        whole = [index for index, item in enumerate(fed) if not item.feed]
-        ready += [fed[index] for index in whole]
-        logits_RV = extension.logits_RV if len(whole) == len(fed) else extension.logits_RV[whole]
-        return (torch.cat((torch.stack(parts_V), logits_RV)) if parts_V else logits_RV), ready
+        rows = self._rows(room)
+        if rows:
+            extension = self._decoder.extend(weights.tensors, [row for _, row in rows])
+            for (item, _), routes_TLK in zip(rows, extension.routes, strict=True):
+                item.routes.append(routes_TLK)
+            whole = [index for index, (item, _) in enumerate(rows) if not item.feed]
+            ready += [rows[index][0] for index in whole]
+            parts.append(extension.logits_RV if len(whole) == len(rows) else extension.logits_RV[whole])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)), ready
+
+    def _rows(self, room: int) -> list[tuple[Running, Row]]:
+        """What is fed in this step: the last token of all that decode, and of earlier turns, live ones first,
+        as much as there is room for, at least one chunk."""
+        chunk = self._config.chunk_tokens
+        room = max(room, chunk)
+        rows = []
+        for item in sorted(self._running, key=lambda item: item.ticket.request.lane != "live"):
+            take = 1 if item.tokens else min(len(item.feed), chunk, room)
+            if item.feed and take:
+                room -= 0 if item.tokens else take
+                fed, item.feed = item.feed[:take], item.feed[take:]
+                rows.append((item, Row(slot=item.slot, prefix=_prefix_of(item), tokens=fed)))
+        return rows
 
     def _advance(self, weights: ServedWeights, logits_RV: Tensor, ready: list[Running]) -> None:
         """Samples one token for each of `ready`, ends those that are done and reports."""

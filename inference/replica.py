@@ -21,6 +21,8 @@ from headrace.rpc.generation import Completion, Generation, Loaded, Progress, Re
 
 IDLE_WAIT_S: Final = 1.0  # a wake ends it at once; the bound only limits what a lost one could cost
 
+STOP_S: Final = 30.0  # far more than a step takes; the thread is a daemon, so the process ends all the same
+
 
 class Replica:
     """Use as `async with Replica(model, config) as replica`: the thread runs inside the block."""
@@ -47,7 +49,7 @@ class Replica:
         """Ends after the step in progress; requests still in flight stay unanswered."""
         self._stopping.set()
         self._engine.wake()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_S)
         assert self.failed is not None
         if not self.failed.cancel():
             self.failed.exception()  # seen: nobody may have been waiting for it

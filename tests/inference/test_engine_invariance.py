@@ -1,0 +1,153 @@
+"""The same request gives the same bits, whatever else is going on."""
+
+import msgspec
+import pytest
+import torch
+from headrace.policy.decode import Decoder
+from headrace.policy.tree import Group, tree_logp
+from tiny_model import (
+    CONFIG,
+    TINY,
+    complete,
+    generation,
+    numbers,
+    run_out,
+    served,
+    submit,
+    tiny_engine,
+    tokens,
+)
+
+from headrace.inference.config import InferenceConfig
+from headrace.kernels.invariant import token_logp
+from headrace.rpc.generation import Generation, Sequence
+
+SECOND_TURN = generation(
+    "second",
+    prefix=100,
+    sequences=(
+        Sequence(member=0, own_tokens=tokens(67, salt=3)),
+        Sequence(member=1, own_tokens=tokens(5, salt=4)),
+        Sequence(member=2),
+    ),
+    temperature=0.7,
+)
+
+
+def crowd(count: int) -> list[Generation]:
+    return [
+        generation(
+            f"crowd-{index}",
+            prefix=1 + (17 * index) % 120,
+            members=1 + index % 3,
+            tokens_max=1 + index % 11,
+            temperature=(0.0, 0.7, 1.0)[index % 3],
+            lane="live" if index % 5 == 0 else "rollout",
+        )
+        for index in range(count)
+    ]
+
+
+def test_alone_and_among_forty_others() -> None:
+    """Tokens, log-probs and routes of a request are equal alone and in a full engine, wherever it queues."""
+    alone = complete(tiny_engine(), SECOND_TURN)[0]
+    for place in (0, 20, 40):
+        others = crowd(40)
+        together = complete(tiny_engine(), *others[:place], SECOND_TURN, *others[place:])[place]
+        assert [numbers(together[m]) for m in range(3)] == [numbers(alone[m]) for m in range(3)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"chunk_tokens": 1}, {"chunk_tokens": 7}, {"step_tokens": 16}, {"slots": 3}, {"prefix_cache_tokens": 0}],
+)
+def test_chunks_slots_and_cache_do_not_show(change: dict[str, int]) -> None:
+    """However prompts and earlier turns are cut, whatever is cached and few slots there are: the same
+    bits."""
+    expected = complete(tiny_engine(), SECOND_TURN)[0]
+    config: InferenceConfig = msgspec.structs.replace(CONFIG, **change)
+    found = complete(tiny_engine(config), *crowd(3), SECOND_TURN)[3]
+    assert [numbers(found[m]) for m in range(3)] == [numbers(expected[m]) for m in range(3)]
+
+
+def test_threads_do_not_show() -> None:
+    """One thread or two: the same bits."""
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(complete(tiny_engine(), *crowd(8), SECOND_TURN)[8])
+    finally:
+        torch.set_num_threads(before)
+    assert [numbers(found[0][m]) for m in range(3)] == [numbers(found[1][m]) for m in range(3)]
+
+
+def test_swap_to_identical_weights() -> None:
+    """A reload of equal weights in mid-generation changes the spans and nothing else."""
+    expected = complete(tiny_engine(), SECOND_TURN)[0]
+    engine = tiny_engine()
+    _, collector = submit(engine, SECOND_TURN)
+    for _ in range(4):
+        engine.step()
+    engine.install(served(2, seed=1))
+    run_out(engine)
+    assert [numbers(collector.done[m]) for m in range(3)] == [numbers(expected[m]) for m in range(3)]
+    assert [span.weights_version for span in collector.done[1].spans] == [1, 2]
+
+
+def test_seed_group_and_member_each_change_the_samples() -> None:
+    """Another seed, group or member samples otherwise; asking again samples the same."""
+    request = generation(members=2, tokens_max=16)
+    engine = tiny_engine()
+    first = complete(engine, request)[0]
+    assert complete(engine, request)[0][0].tokens == first[0].tokens
+    other_seed = complete(engine, msgspec.structs.replace(request, seed=6))[0]
+    other_group = complete(engine, msgspec.structs.replace(request, group_id="h"))[0]
+    assert len({first[0].tokens, first[1].tokens, other_seed[0].tokens, other_group[0].tokens}) == 4
+
+
+def test_logp_and_routes_are_those_of_the_trainer() -> None:
+    """The packed tree of the trainer, with the recorded routes, gives the engine's log-probs bit for bit, at
+    temperature 0.7, over two turns."""
+    engine = tiny_engine()
+    first = complete(engine, generation("two", prefix=100, members=3, temperature=0.7, tokens_max=20))[0]
+    turns = tuple(Sequence(member=m, own_tokens=first[m].tokens + tokens(9 + m, salt=m)) for m in range(3))
+    asked = generation("two", prefix=100, sequences=turns, temperature=0.7, tokens_max=30)
+    second = complete(engine, asked)[0]
+    own = [list(turns[m].own_tokens + second[m].tokens) for m in range(3)]
+    output = tree_logp(served(1, seed=1).tensors, TINY, [Group(list(asked.prefix_tokens), own)], 0.7)
+    for member in range(3):
+        logp_T = output.logp[member].tolist()
+        given = len(turns[member].own_tokens)
+        assert logp_T[: len(first[member].tokens)] == list(first[member].logp)
+        assert logp_T[given:] == list(second[member].logp)
+
+
+def test_logp_is_taken_at_the_sampling_temperature() -> None:
+    """The first token's log-prob is log_softmax(logits / 0.7) of it; greedy at temperature 0 reports
+    temperature 1."""
+    request = generation(members=1, tokens_max=1, temperature=0.7)
+    engine = tiny_engine()
+    prefix = Decoder(TINY, 1, 16).prefill(served(1, seed=1).tensors, [list(request.prefix_tokens)])[0]
+    for changes, temperature in (({}, 0.7), ({"greedy": True}, 0.7), ({"temperature": 0.0}, 1.0)):
+        done = complete(engine, msgspec.structs.replace(request, **changes))[0][0]
+        expected = token_logp(prefix.logits_V.unsqueeze(0), torch.tensor(done.tokens), temperature)
+        assert list(done.logp) == expected.tolist()
+        if changes:
+            assert done.tokens[0] == int(prefix.logits_V.argmax())
+
+
+def test_samples_follow_the_softmax() -> None:
+    """First tokens of 3,000 members: shares within 4 standard deviations of the softmax, at temperature
+    0.7."""
+    count, temperature = 3000, 0.7
+    config = msgspec.structs.replace(CONFIG, slots=300, queue_max=count)
+    request = generation(members=count, tokens_max=1, temperature=temperature)
+    engine = tiny_engine(config)
+    done = complete(engine, request)[0]
+    prefix = Decoder(TINY, 1, 16).prefill(served(1, seed=1).tensors, [list(request.prefix_tokens)])[0]
+    p_V = torch.softmax(prefix.logits_V.double() / temperature, -1)
+    counts_V = torch.bincount(torch.tensor([done[m].tokens[0] for m in range(count)]), minlength=64)
+    deviation_V = (counts_V - count * p_V).abs() / (count * p_V * (1 - p_V)).sqrt().clamp(min=1.0)
+    assert float(deviation_V.max()) < 4, deviation_V
