@@ -61,8 +61,8 @@ def compare(
     """One `Difference` for each (mode, measure, kind of hole) of the tries that both rounds have; kind `all`
     first.
 
-    `function_of` maps a task id to the function that it was cut from. The same arguments give the same numbers.
-    A try recorded twice counts once (the later record). Empty when nothing is paired.
+    `function_of` maps a task id to the function that it was cut from. The same arguments give the same
+    numbers. A try recorded twice counts once (the later record). Empty when nothing is paired.
     """
     first, second = _by_key(before), _by_key(after)
     pairs: dict[tuple[Mode, str], list[Key]] = defaultdict(list)

@@ -22,7 +22,10 @@ class Progress:
 
     def take(self, tp: TopicPartition, offset: int) -> bool:
         """Whether this prompt is new; then it counts as unfinished from now on."""
-        if offset < self._floor.get(tp, 0) or offset in self._finished.get(tp, {}):
+        if offset < self._floor.get(tp, 0):
+            self._committed.pop(tp, None)  # our commit had no effect: the partition was away for a moment
+            return False
+        if offset in self._finished.get(tp, {}):
             return False
         self._finished.setdefault(tp, {})[offset] = False
         return True
@@ -42,8 +45,9 @@ class Progress:
     def lose(self, tps: Iterable[TopicPartition]) -> None:
         """Forgets partitions that are no longer ours: their new owner begins at the committed position."""
         for tp in tps:
-            for known in (self._finished, self._floor, self._committed):
-                known.pop(tp, None)  # type: ignore[attr-defined]
+            self._finished.pop(tp, None)
+            self._floor.pop(tp, None)
+            self._committed.pop(tp, None)
 
     def partitions(self) -> set[TopicPartition]:
         return self._finished.keys() | self._floor.keys()

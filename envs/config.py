@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.policy.source import HoleKind
+
 
 class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a child. The defaults hold doctests of small functions with room to spare."""
@@ -36,7 +38,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_max: int = 224
     result_tokens_max: int = 40
     """Of the harness's answer to a failed try, its two markers included."""
-    kinds: tuple[str, ...] = ("operator", "constant", "name")
+    kinds: tuple[HoleKind, ...] = ("operator", "constant", "name")
     """Kinds of holes that are asked for (docs/tasks.md)."""
     value_later_try: float = 0.5
     """Reward `tests` when it passes, but not at the first try."""

@@ -6,8 +6,6 @@ from headrace.wire.records import Sampling
 
 
 class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    env: str = "doctests"
-    """Name of the environment that the prompts ask for."""
     sampling: Sampling = Sampling()
     components: dict[str, float] = msgspec.field(default_factory=lambda: {"tests": 1.0, "format": 0.1})
     """Required reward components and their weights in a rollout's total reward."""

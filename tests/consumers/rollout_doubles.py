@@ -1,0 +1,207 @@
+"""Doubles for worker tests: the real harness and the real log, a model whose words are scripted, a sandbox
+whose verdict is scripted.
+
+The task's hole is `return a <fill> b`; `+` passes.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from headrace.bus import open_bus
+from headrace.bus.protocol import Bus, Message
+from headrace.clock import SystemClock
+from headrace.consumers.arena import Arena
+from headrace.envs.checks import Check, Outcome
+from headrace.envs.config import EnvConfig
+from headrace.envs.sandbox import Job
+from headrace.envs.tasks import Task
+from headrace.errors import ConfigError
+from headrace.policy import dialogue, tokenizer
+from headrace.rpc.generation import Completion, Generation
+from headrace.wire.codec import decode, encode
+from headrace.wire.records import GroupFailed, Prompt, Record, Reward, RolloutStep, Sampling, Span
+from headrace.wire.topics import PROMPTS, REWARDS, ROLLOUT_STEPS, TOPICS
+
+LAYERS, TOP_K = 2, 1
+MARKS = {name: 256 + i for i, name in enumerate(tokenizer.SPECIAL)}
+
+
+class Bytes:
+    """A codec of one token a byte."""
+
+    special = MARKS
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+CODEC = Bytes()
+
+
+class OneTask:
+    """Knows every task but `unknown`."""
+
+    def task(self, task_id: str) -> Task:
+        if task_id == "unknown":
+            raise ConfigError(f"task set train: no task {task_id!r}")
+        return Task(
+            task_id=task_id,
+            split="train",
+            kind="operator",
+            distribution="d",
+            module="m",
+            function="f",
+            prefix="def f ( a , b ) :\n\treturn a",
+            suffix=" b",
+            fill=" +",
+            checks=(Check((), "f(1, 2)", "3\n"),),
+        )
+
+
+class Verdicts:
+    """A sandbox: a program with `+` passes; the first `faults` jobs raise what they are told to."""
+
+    def __init__(self, faults: Sequence[Exception] = ()) -> None:
+        self.faults = list(faults)
+        self.jobs = 0
+
+    async def run(self, job: Job) -> list[Outcome]:
+        self.jobs += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        return [
+            Outcome("passed", visible_passed=True, hidden_passed=True)
+            if "+" in program
+            else Outcome("failed", 0, "-1", failed_visible=0, got_visible="-1")
+            for program in job.candidates
+        ]
+
+    def describe(self) -> str:
+        return "scripted"
+
+
+def arena(sandbox: Verdicts | None = None, config: EnvConfig | None = None) -> Arena:
+    return Arena(config or EnvConfig(), OneTask(), CODEC, sandbox or Verdicts())  # type: ignore[arg-type]
+
+
+def call(fill: str) -> tuple[int, ...]:
+    return tuple(dialogue.call_tokens(CODEC, fill))
+
+
+def completed(request: Generation, member: int, tokens: tuple[int, ...], version: int = 0) -> Completion:
+    """What an engine would answer, with routes whose value is their token's position."""
+    own = next(s.own_tokens for s in request.sequences if s.member == member)
+    fed = len(request.prefix_tokens) + len(own) + len(tokens) - 1
+    return Completion(
+        member=member,
+        tokens=tokens,
+        logp=tuple(-0.5 for _ in tokens),
+        finish="stop",
+        spans=(Span(start=0, end=len(tokens), weights_version=version),),
+        weights_version=version,
+        routes=bytes(position % 256 for position in range(fed) for _ in range(LAYERS * TOP_K)),
+        routes_shape=(fed, LAYERS, TOP_K),
+        started_ms=1,
+        ended_ms=2,
+    )
+
+
+Says = Callable[[Generation, int], Awaitable[tuple[int, ...]]]
+
+
+class Model:
+    """Answers each member by `says(request, member)`; counts requests by group."""
+
+    def __init__(self, says: Says | None = None) -> None:
+        self._says = says or plus
+        self.requests: list[Generation] = []
+
+    async def generate(self, request: Generation, *, timeout_s: float) -> list[Completion]:
+        self.requests.append(request)
+        return [
+            completed(request, item.member, await self._says(request, item.member))
+            for item in request.sequences
+        ]
+
+
+async def plus(request: Generation, member: int) -> tuple[int, ...]:
+    """Members of an even number are right at once, the others at their second try."""
+    second = bool(request.sequences[0].own_tokens)
+    return call("+" if member % 2 == 0 or second else "-")
+
+
+def prompt(number: int, **changes: object) -> Prompt:
+    now_ms = SystemClock().now_ms()
+    fields: dict[str, object] = {
+        "run": "r",
+        "group_id": f"r-{number:07d}",
+        "env": "doctest",
+        "task_id": "t",
+        "seed": number,
+        "group_size": 2,
+        "sampling": Sampling(),
+        "components": {"tests": 1.0, "format": 0.1},
+        "weights_version": 0,
+        "admitted_ms": now_ms,
+        "deadline_ms": now_ms + 60_000,
+    }
+    return Prompt(**(fields | changes))  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def a_bus(address: str = "sqlite::memory:", session_ms: int = 2_000) -> AsyncIterator[Bus]:
+    async with open_bus(address, session_ms=session_ms) as bus:
+        await bus.create_topics(list(TOPICS.values()))
+        yield bus
+
+
+async def issue(bus: Bus, *prompts: Prompt, partition: int | None = None) -> None:
+    messages = []
+    for item in prompts:
+        value, headers = encode(item, source="test", now_ms=0)
+        messages.append(Message(PROMPTS.name, item.group_id.encode(), value, headers, partition))
+    await bus.produce(messages)
+
+
+async def on_log(bus: Bus, topic: str) -> list[Record]:
+    found: list[Record] = []
+    for tp, end in (await bus.ends([topic])).items():
+        async for delivery in bus.read_range(tp, 0, end):
+            assert delivery.value is not None
+            found.append(decode(topic, delivery.value, delivery.headers))
+    return found
+
+
+async def steps(bus: Bus) -> list[RolloutStep]:
+    return [r for r in await on_log(bus, ROLLOUT_STEPS.name) if isinstance(r, RolloutStep)]
+
+
+async def failures(bus: Bus) -> list[GroupFailed]:
+    return [r for r in await on_log(bus, ROLLOUT_STEPS.name) if isinstance(r, GroupFailed)]
+
+
+async def rewards(bus: Bus) -> list[Reward]:
+    return [r for r in await on_log(bus, REWARDS.name) if isinstance(r, Reward)]
+
+
+async def whole_groups(bus: Bus) -> dict[str, set[int]]:
+    """Attempts, by group, of which every member's last step and both components are on the log."""
+    ended = {(s.group_id, s.attempt, s.member) for s in await steps(bus) if s.last}
+    scored = {(r.group_id, r.attempt, r.member, r.component) for r in await rewards(bus)}
+    whole: dict[str, set[int]] = {}
+    for group_id, attempt in {(g, a) for g, a, _ in ended}:
+        if all((group_id, attempt, m) in ended for m in (0, 1)) and all(
+            (group_id, attempt, m, c) in scored for m in (0, 1) for c in ("tests", "format")
+        ):
+            whole.setdefault(group_id, set()).add(attempt)
+    return whole
+
+
+async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await holds():  # noqa: ASYNC110 - the log tells no event
+            await asyncio.sleep(0.01)

@@ -1,0 +1,502 @@
+"""The rollout worker on the embedded log: what it takes, writes, commits, gives up, and leaves to others."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rollout_doubles import (
+    Model,
+    Verdicts,
+    a_bus,
+    arena,
+    call,
+    failures,
+    issue,
+    on_log,
+    plus,
+    prompt,
+    rewards,
+    steps,
+    until,
+    whole_groups,
+)
+
+from headrace.bus.protocol import Bus, Message, TopicPartition
+from headrace.config import RunConfig
+from headrace.consumers import rollouts
+from headrace.consumers.config import RolloutsConfig
+from headrace.consumers.rollouts import Worker, group_of
+from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
+from headrace.rpc.generation import Generation
+from headrace.wire.records import DeadLetter
+from headrace.wire.topics import DEAD_LETTERS, PROMPTS, REWARDS, ROLLOUT_STEPS
+
+RUN = RunConfig(name="r", group_size=2)
+CONFIG = RolloutsConfig(retry_ms=1, retry_ms_max=2, drain_ms=200, groups_in_flight=4)
+GROUP = group_of(RUN)
+
+
+@contextlib.asynccontextmanager
+async def working(
+    bus: Bus,
+    model: Model | None = None,
+    sandbox: Verdicts | None = None,
+    config: RolloutsConfig = CONFIG,
+    name: str = "w",
+) -> AsyncIterator[Worker]:
+    """A worker beside the test, stopped at its end."""
+    worker = Worker(bus, RUN, config, [model or Model()], arena(sandbox), name)
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.serve(stop))
+    try:
+        yield worker
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 10)
+
+
+async def all_committed(bus: Bus) -> bool:
+    """Whether every prompt on the log is committed."""
+    committed = await bus.committed(GROUP, [PROMPTS.name])
+    ends = await bus.ends([PROMPTS.name])
+    return all(committed.get(tp, 0) == end for tp, end in ends.items() if end)
+
+
+def hanging(group_id: str, held: asyncio.Event) -> Model:
+    """A model that keeps silent about one group until `held` is set."""
+
+    async def says(request: Generation, member: int) -> tuple[int, ...]:
+        if request.group_id == group_id:
+            await held.wait()
+        return await plus(request, member)
+
+    return Model(says)
+
+
+def test_groups_are_rolled_out() -> None:
+    """Every prompt gives one whole group: a step for each turn, both rewards for each member, all
+    committed."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, *(prompt(i) for i in range(12)))
+            async with working(bus):
+                await until(lambda: all_committed(bus))
+            whole = await whole_groups(bus)
+            assert sorted(whole) == [f"r-{i:07d}" for i in range(12)]
+            assert all(len(attempts) == 1 for attempts in whole.values())
+            assert len(await steps(bus)) == 12 * 3  # member 0 needs one turn, member 1 two
+            values = {(r.member, r.component): r.value for r in await rewards(bus)}
+            assert values == {(0, "tests"): 1.0, (0, "format"): 1.0, (1, "tests"): 0.5, (1, "format"): 1.0}
+            assert len(await rewards(bus)) == 12 * 4
+
+    asyncio.run(case())
+
+
+def test_stable_ids() -> None:
+    """The id of a record is made of its group, member, attempt and step or component, nothing else."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(1))
+            async with working(bus):
+                await until(lambda: all_committed(bus))
+            attempt = (await steps(bus))[0].attempt
+            ids = set()
+            for topic in (ROLLOUT_STEPS.name, REWARDS.name):
+                for tp, end in (await bus.ends([topic])).items():
+                    ids |= {d.header("ce_id") async for d in bus.read_range(tp, 0, end)}
+            assert ids == {
+                f"r-0000001/{rest}".encode()
+                for rest in (
+                    f"0/{attempt}/0",
+                    f"1/{attempt}/0",
+                    f"1/{attempt}/1",
+                    *(f"{m}/{attempt}/{c}" for m in (0, 1) for c in ("tests", "format")),
+                )
+            }
+
+    asyncio.run(case())
+
+
+def test_nothing_is_committed_past_an_unfinished_group() -> None:
+    """The first of five prompts of a partition is slow: the others are out, nothing is committed until it
+    is."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            held = asyncio.Event()
+            await issue(bus, *(prompt(i) for i in range(5)), partition=2)
+            async with working(bus, hanging("r-0000000", held)):
+                await until(lambda: _whole(bus, 4))
+                assert (await bus.committed(GROUP, [PROMPTS.name])).get(TopicPartition("prompts", 2), 0) == 0
+                held.set()
+                await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == 5
+
+    asyncio.run(case())
+
+
+async def _whole(bus: Bus, count: int) -> bool:
+    return len(await whole_groups(bus)) == count
+
+
+def test_bounded_concurrency() -> None:
+    """Never more than `groups_in_flight` groups are asked of the model at a time, and that many are."""
+
+    async def case() -> None:
+        now, most = 0, 0
+
+        async def says(request: Generation, member: int) -> tuple[int, ...]:
+            nonlocal now, most
+            now, most = now + 1, max(most, now + 1)
+            await asyncio.sleep(0)
+            now -= 1
+            return call("+")
+
+        async with a_bus() as bus:
+            await issue(bus, *(prompt(i) for i in range(20)))
+            async with working(bus, Model(says)):
+                await until(lambda: all_committed(bus))
+            assert most == CONFIG.groups_in_flight
+
+    asyncio.run(case())
+
+
+def test_two_workers_share() -> None:
+    """Two workers divide the partitions: prompts that come later reach both, and each is rolled out."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            one, two = Model(), Model()
+            async with working(bus, one, name="one"), working(bus, two, name="two"):
+                issued = 0
+                async with asyncio.timeout(20):
+                    while not (one.requests and two.requests):
+                        await issue(bus, *(prompt(issued + i) for i in range(8)))
+                        issued += 8
+                        await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == issued
+
+    asyncio.run(case())
+
+
+def test_slow_group_keeps_its_partitions() -> None:
+    """A group that takes four sessions long is asked for once: heart-beats go on, no rebalance."""
+
+    async def case() -> None:
+        async with a_bus(session_ms=200) as bus:
+            held = asyncio.Event()
+            model = hanging("r-0000000", held)
+            await issue(bus, prompt(0))
+            async with working(bus, model) as worker:
+                await until(lambda: _asked(model))
+                async with working(bus, model, name="other") as other:
+                    asyncio.get_running_loop().call_later(0.8, held.set)
+                    await until(lambda: all_committed(bus))
+                    moved = worker.counts["moved"]
+            assert moved + worker.counts["finished"] == 1
+            assert other.counts["finished"] == moved
+            assert len(model.requests) == 2 + moved
+            assert len((await whole_groups(bus))["r-0000000"]) == 1
+
+    asyncio.run(case())
+
+
+async def _asked(model: Model) -> bool:
+    return bool(model.requests)
+
+
+def test_sandbox_fails_once() -> None:
+    """After a fault of the sandbox the group is tried again under a higher attempt; only that one is
+    whole."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(1))
+            async with working(bus, sandbox=Verdicts([SandboxError("sandbox: died")])):
+                await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == 1
+            assert await failures(bus) == []
+
+    asyncio.run(case())
+
+
+def test_sandbox_fails_always() -> None:
+    """A sandbox that fails on every attempt: the group is given up with the reason, and nothing is scored."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(1), prompt(2))
+            sandbox = Verdicts([SandboxError("sandbox: died")] * 6)
+            async with working(bus, sandbox=sandbox):
+                await until(lambda: all_committed(bus))
+            assert sandbox.jobs == 6  # two groups, three attempts
+            assert {(f.group_id, f.reason) for f in await failures(bus)} == {
+                ("r-0000001", "sandbox: died"),
+                ("r-0000002", "sandbox: died"),
+            }
+            assert await rewards(bus) == [] and await steps(bus) == []
+
+    asyncio.run(case())
+
+
+def test_replica_away_is_not_a_try() -> None:
+    """A replica that is away five times in a row costs no attempt: the group is whole when it is back."""
+
+    async def case() -> None:
+        left = 5
+
+        async def says(request: Generation, member: int) -> tuple[int, ...]:
+            nonlocal left
+            if left:
+                left -= 1
+                raise InferenceUnavailable("replica: away")
+            return call("+")
+
+        async with a_bus() as bus:
+            await issue(bus, prompt(1))
+            async with working(bus, Model(says)):
+                await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == 1 and await failures(bus) == []
+
+    asyncio.run(case())
+
+
+def test_attempts_grow() -> None:
+    """Attempts of one group grow even within one millisecond, so that the join can order them."""
+
+    async def case() -> None:
+        left = 2
+
+        async def says(request: Generation, member: int) -> tuple[int, ...]:
+            nonlocal left
+            if request.sequences[0].own_tokens and left:
+                left -= 1
+                raise InferenceUnavailable("replica: away in the second turn")
+            return await plus(request, member)
+
+        async with a_bus() as bus:
+            await issue(bus, prompt(1))
+            async with working(bus, Model(says)):
+                await until(lambda: all_committed(bus))
+            firsts = [s.attempt for s in await steps(bus) if (s.member, s.step) == (1, 0)]
+            assert len(firsts) == 3 and firsts == sorted(set(firsts))
+            assert (await whole_groups(bus))["r-0000001"] == {firsts[-1]}
+
+    asyncio.run(case())
+
+
+def test_member_that_never_ends() -> None:
+    """A group with a member that never ends stops at its deadline, told as failed; the others are not held
+    up."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            short = prompt(0)
+            await issue(
+                bus,
+                msgspec.structs.replace(short, deadline_ms=short.admitted_ms + 400),
+                prompt(1),
+                partition=0,
+            )
+            async with working(bus, hanging("r-0000000", asyncio.Event())):
+                await until(lambda: all_committed(bus))
+            assert [(f.group_id, f.reason) for f in await failures(bus)] == [
+                ("r-0000000", "r-0000000: the deadline passed")
+            ]
+            assert list(await whole_groups(bus)) == ["r-0000001"]
+
+    asyncio.run(case())
+
+
+def test_not_ours() -> None:
+    """Prompts past their deadline, of another run or another region are committed and leave no trace."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            model = Model()
+            await issue(bus, prompt(0, deadline_ms=1), prompt(1, run="q"), prompt(2, region="far"))
+            async with working(bus, model) as worker:
+                await until(lambda: all_committed(bus))
+                assert (worker.counts["expired"], worker.counts["foreign"]) == (1, 2)
+            assert model.requests == [] and await on_log(bus, ROLLOUT_STEPS.name) == []
+
+    asyncio.run(case())
+
+
+def test_unknown_task() -> None:
+    """A prompt for a task or an environment that is not here is given up at once, with the reason."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(0, task_id="unknown"), prompt(1, env="browser"), prompt(2))
+            async with working(bus) as worker:
+                await until(lambda: all_committed(bus))
+                assert worker.counts["retried"] == 0
+            reasons = {f.group_id: f.reason for f in await failures(bus)}
+            assert reasons == {
+                "r-0000000": "task set train: no task 'unknown'",
+                "r-0000001": "t: expected the environment 'doctest', got 'browser'",
+            }
+            assert list(await whole_groups(bus)) == ["r-0000002"]
+
+    asyncio.run(case())
+
+
+def test_poison() -> None:
+    """Bytes that are no prompt go to the dead letters with their place; the groups around them are rolled
+    out."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(0), partition=1)
+            await bus.produce([Message(PROMPTS.name, b"r-x", b"\xc1 no record", (), 1)])
+            await issue(bus, prompt(1), partition=1)
+            async with working(bus):
+                await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == 2
+            (letter,) = await on_log(bus, DEAD_LETTERS.name)
+            assert isinstance(letter, DeadLetter)
+            assert (letter.topic, letter.partition, letter.value) == ("prompts", 1, b"\xc1 no record")
+
+    asyncio.run(case())
+
+
+def test_stop_lets_groups_end() -> None:
+    """Told to stop, a worker takes nothing new, ends what can end in time, and commits it."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            held = asyncio.Event()
+            model = hanging("r-0000000", held)
+            await issue(bus, prompt(0))
+            async with working(bus, model):
+                await until(lambda: _asked(model))
+                asyncio.get_running_loop().call_later(0.05, held.set)
+            assert await all_committed(bus)
+            assert len(await whole_groups(bus)) == 1
+
+    asyncio.run(case())
+
+
+def test_stop_abandons_what_does_not_end() -> None:
+    """A group that does not end within the bound is left uncommitted; the next worker takes it."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            model = hanging("r-0000001", asyncio.Event())
+            await issue(bus, *(prompt(i) for i in range(3)), partition=0)
+            async with working(bus, model) as worker:
+                await until(lambda: _whole(bus, 2))
+            assert worker.counts["abandoned"] == 1
+            assert (await bus.committed(GROUP, [PROMPTS.name]))[TopicPartition("prompts", 0)] == 1
+            assert await failures(bus) == []
+            async with working(bus):
+                await until(lambda: all_committed(bus))
+            assert len(await whole_groups(bus)) == 3
+
+    asyncio.run(case())
+
+
+def test_broken_invariant_ends_the_worker() -> None:
+    """A fault that is nobody's failure ends the worker, with nothing committed past the prompt it happened
+    on."""
+
+    async def case() -> None:
+        async def says(request: Generation, member: int) -> tuple[int, ...]:
+            raise AssertionError("test: broken")
+
+        async with a_bus() as bus:
+            await issue(bus, prompt(0))
+            with pytest.raises(AssertionError, match="test: broken"):
+                await Worker(bus, RUN, CONFIG, [Model(says)], arena(), "w").serve(asyncio.Event())
+            assert await bus.committed(GROUP, [PROMPTS.name]) == {}
+
+    asyncio.run(case())
+
+
+class Shaky:
+    """A bus that refuses the first `refusals` batches."""
+
+    def __init__(self, bus: Bus, refusals: int) -> None:
+        self._bus = bus
+        self.refusals = refusals
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._bus, name)
+
+    async def produce(self, messages: Sequence[Message]) -> list[int]:
+        if self.refusals:
+            self.refusals -= 1
+            raise BusUnavailable("test: away")
+        return await self._bus.produce(messages)
+
+
+def test_log_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that the log refuses are sent again, in order; the group is whole at the first attempt."""
+    monkeypatch.setattr(rollouts, "BUS_RETRY_S", 0.01)
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(0))
+            shaky: Any = Shaky(bus, 3)
+            async with working(shaky) as worker:
+                await until(lambda: all_committed(bus))
+                assert worker.counts["retried"] == 0
+            assert len(await whole_groups(bus)) == 1
+
+    asyncio.run(case())
+
+
+def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that stays away ends the worker with its error, instead of groups that are given up."""
+    monkeypatch.setattr(rollouts, "BUS_RETRY_S", 0.01)
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            await issue(bus, prompt(0))
+            config = msgspec.structs.replace(CONFIG, outage_ms_max=50)
+            shaky: Any = Shaky(bus, 10_000)
+            with pytest.raises(BusUnavailable, match="test: away"):
+                await Worker(shaky, RUN, config, [Model()], arena(), "w").serve(asyncio.Event())
+            assert await bus.committed(GROUP, [PROMPTS.name]) == {}
+
+    asyncio.run(case())
+
+
+def test_killed_in_the_middle_of_a_group(tmp_path: Path) -> None:
+    """A worker killed with SIGKILL after the first turn: another takes its prompts, and each group is whole,
+    by one attempt above the torn one."""
+    address = f"sqlite:{tmp_path / 'bus.sqlite'}"
+    child_code = Path(__file__).with_name("rollout_victim.py")
+
+    async def case() -> None:
+        async with a_bus(address, session_ms=1_000) as bus:
+            await issue(bus, *(prompt(i) for i in range(6)))
+            child = subprocess.Popen([sys.executable, child_code, address])  # noqa: ASYNC220 - a fork
+            try:
+                await until(lambda: _torn(bus, 4))
+            finally:
+                child.send_signal(signal.SIGKILL)
+                child.wait(10)
+            torn = {s.group_id: s.attempt for s in await steps(bus)}
+            async with working(bus, name="heir"):
+                await until(lambda: all_committed(bus))
+            whole = await whole_groups(bus)
+            assert sorted(whole) == [f"r-{i:07d}" for i in range(6)]
+            assert all(len(attempts) == 1 for attempts in whole.values())
+            assert all(min(whole[group_id]) > attempt for group_id, attempt in torn.items())
+
+    asyncio.run(case())
+
+
+async def _torn(bus: Bus, count: int) -> bool:
+    return len({s.group_id for s in await steps(bus)}) >= count
