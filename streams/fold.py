@@ -30,9 +30,9 @@ class Changes:
 
 
 class Fold:
-    """`counts` add up over the life of the fold: what the processor counted, and `in`."""
+    """`counts` adds up what the processor counted, and `in`; it may be given, to outlive the fold."""
 
-    def __init__(self, processor: Processor) -> None:
+    def __init__(self, processor: Processor, counts: Counter[str] | None = None) -> None:
         self._processor = processor
         self._changelog = Changelog(processor)
         self._cells: dict[str, Cell] = {}
@@ -45,7 +45,7 @@ class Fold:
         self._entries: list[Entry] = []
         self._outputs: list[Output] = []
         self.open_bytes = 0
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     @property
     def open(self) -> int:

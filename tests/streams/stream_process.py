@@ -1,0 +1,65 @@
+"""A join as its own process: `python stream_process.py ADDRESS BLOBS [COMMIT]`. Not tests.
+
+Stops on SIGTERM. With COMMIT, it stops itself (SIGSTOP) right before it makes that commit, as a machine that
+hangs between its read and its commit.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from headrace.bus import open_bus
+from headrace.bus.protocol import Bus
+from headrace.errors import HeadraceError
+from headrace.store.blobs import Blobs
+from headrace.streams.run import StreamConfig, run
+
+
+class Delegate:
+    """A bus that behaves like another one, but for what a subclass changes."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+
+class HangingBus(Delegate):
+    def __init__(self, bus: Bus, commit: int) -> None:
+        super().__init__(bus)
+        self._left = commit
+
+    @asynccontextmanager
+    async def transactor(self, transactional_id: str) -> AsyncIterator["HangingBus"]:
+        async with self._bus.transactor(transactional_id) as self._transactor:
+            yield self
+
+    async def commit(self, messages: Any, **kwargs: Any) -> list[int]:
+        self._left -= 1
+        if self._left == 0:
+            print("hanging", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await self._transactor.commit(messages, **kwargs)
+
+
+async def main(address: str, blobs: str, commit: int | None) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with open_bus(address) as bus:
+        joined: Any = bus if commit is None else HangingBus(bus, commit)
+        await run(joined, StreamConfig(), stop, blobs=Blobs.open(blobs))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    try:
+        asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None))
+    except HeadraceError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(error.exit_code)
