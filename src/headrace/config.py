@@ -54,7 +54,7 @@ def resolve(
     for dotted, value in (flags or {}).items():
         _merge(tree, _checked(config_type, _nested(dotted, value), f"--{dotted}"))
     try:
-        return msgspec.convert(tree, config_type, strict=False)
+        return msgspec.convert(tree, config_type, strict=False, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
 
@@ -79,6 +79,12 @@ def dotted_fields(config_type: type[msgspec.Struct], prefix: str = "") -> dict[s
             default = field.default if field.default is not msgspec.NODEFAULT else None
             leaves[name] = (field.type, default)
     return leaves
+
+
+def _path(wanted: type[Any], value: Any) -> Any:
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"expected a {wanted.__name__}, got {value!r}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ help.
     ├── InferenceError         the engine refused a request
     │   ├── Overloaded         (retriable) its queue is full
     │   └── InferenceUnavailable (retriable) no replica answers in time, or it has no weights yet
-    └── TrainingError          a step could not be computed; names the record
+    ├── TrainingError          a step could not be computed; names the record
+    └── ProcessDied            a process of the run ended when it should not have, or never got ready
 
 A message begins with the place, then what was expected and what came: `rollout.steps[3]@1042: tokens_out:
 expected bytes, got int`. A broken invariant is not in this tree: it is an assertion.
@@ -97,3 +98,7 @@ class InferenceUnavailable(InferenceError):
 
 class TrainingError(HeadraceError):
     exit_code = 9
+
+
+class ProcessDied(HeadraceError):
+    exit_code = 10

@@ -15,9 +15,11 @@ from typing import Any
 
 from headrace.bus.protocol import Bus
 from headrace.cli import settings as tree
-from headrace.errors import ConfigError
+from headrace.errors import BusUnavailable, ConfigError
 
 RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
+LOCAL_KAFKA = "local-kafka:"
+"""`local-kafka:DIR` is the broker that `headrace kafka up --dir DIR` started: its port may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,37 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 
 
 @asynccontextmanager
-async def opened(where: Place) -> AsyncIterator[Bus]:
-    """The run's bus. Raises BusUnavailable that names the address."""
+async def opened(where: Place, *, new: bool = False) -> AsyncIterator[Bus]:
+    """The run's bus; a `new` embedded log may not exist yet. Raises BusUnavailable that names the address."""
     from headrace.bus import open_bus
 
     config = where.settings.bus
-    _expect_file(config.address)
-    async with open_bus(config.address, security=config.security) as bus:
+    address = config.address
+    if address.startswith(LOCAL_KAFKA):
+        address = f"kafka:{running_kafka(Path(address.removeprefix(LOCAL_KAFKA)))}"
+    elif not new:
+        _expect_file(address)
+    async with open_bus(address, security=config.security) as bus:
         yield bus
+
+
+def local_kafka_dir() -> Path:
+    """Where `headrace kafka` keeps its broker unless told otherwise."""
+    return Path(os.environ.get("HEADRACE_KAFKA_DIR", ".kafka")).resolve()
+
+
+def running_kafka(home: Path) -> str:
+    """Address of the local broker in `home`, whatever port it has now. Raises BusUnavailable when it isn't
+    up."""
+    from headrace.bus import local_kafka
+
+    now = local_kafka.status(home)
+    if not now.running:
+        raise BusUnavailable(
+            f"{LOCAL_KAFKA}{home}: expected a running broker, found none (start it: "
+            f"headrace kafka up --dir {home})"
+        )
+    return now.address
 
 
 def _expect_file(address: str) -> None:

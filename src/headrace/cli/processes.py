@@ -63,7 +63,7 @@ async def _prompts(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
     from headrace.producers import prompts
 
     async with options.opened(where) as bus:
-        await prompts.run(bus, where.settings.run, where.settings.prompts, stop)
+        await prompts.run(bus, where.settings.run, where.settings.prompts, stop, env=where.settings.env)
 
 
 async def _rollouts(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -72,7 +72,13 @@ async def _rollouts(where: Place, args: argparse.Namespace, stop: asyncio.Event)
     addresses = await _replicas(where, args.inference, stop)
     async with options.opened(where) as bus:
         await rollouts.run(
-            bus, where.settings.run, where.settings.rollouts, addresses, stop, member_id=args.name
+            bus,
+            where.settings.run,
+            where.settings.rollouts,
+            addresses,
+            stop,
+            args.name,
+            env=where.settings.env,
         )
 
 
@@ -92,14 +98,14 @@ async def _experience(where: Place, args: argparse.Namespace, stop: asyncio.Even
     from headrace.streams import run as host
 
     async with options.opened(where) as bus:
-        await host.run(bus, where.settings.run, where.settings.experience, _blobs(where), stop)
+        await host.run(bus, where.settings.experience, stop, blobs=blobs(where))
 
 
 async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
     from headrace.consumers import training
 
     async with options.opened(where) as bus:
-        await training.run(bus, where.settings.run, where.settings.trainer, _blobs(where), stop)
+        await training.run(bus, where.settings.run, where.settings.trainer, blobs(where), stop)
 
 
 async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -107,17 +113,25 @@ async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) ->
 
     addresses = await _replicas(where, args.inference, stop)
     async with options.opened(where) as bus:
-        await weights.run(bus, where.settings.run, where.settings.relay, _blobs(where), addresses, stop)
+        await weights.run(bus, where.settings.run, where.settings.relay, blobs(where), addresses, stop)
 
 
 async def _watch(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
     from headrace.consumers import evaluation
 
     async with options.opened(where) as bus:
-        await evaluation.run(bus, where.settings.run, where.settings.evaluation, _blobs(where), stop)
+        await evaluation.run(
+            bus,
+            where.settings.run,
+            where.settings.evaluation,
+            blobs(where),
+            stop,
+            env=where.settings.env,
+        )
 
 
-def _blobs(where: Place) -> Blobs:
+def blobs(where: Place) -> Blobs:
+    """The blob store of the run. Raises ConfigError."""
     if not where.settings.store.uri:
         raise ConfigError("--store.uri or --run-dir: expected one of them, got neither")
     return Blobs.open(where.settings.store.uri)

@@ -13,9 +13,10 @@ import msgspec
 
 from headrace.config import RunConfig, resolve
 from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
+from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
 from headrace.producers.config import PromptsConfig
-from headrace.streams.experience import ExperienceConfig
+from headrace.streams.run import StreamConfig
 from headrace.trainer.config import TrainerConfig
 
 RUN_FILE = "run.toml"
@@ -51,8 +52,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig = StoreConfig()
     prompts: PromptsConfig = PromptsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    env: EnvConfig = EnvConfig()
     inference: InferenceConfig = InferenceConfig()
-    experience: ExperienceConfig = ExperienceConfig()
+    experience: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -78,8 +80,15 @@ def load(
         environment=os.environ if environment is None else environment,
         flags=flags,
     )
-    if run_dir is None:
-        return settings
+    return settings if run_dir is None else _placed(settings, run_dir)
+
+
+_PLACES = (("bus", "address"), ("store", "uri"), ("relay", "stage_dir"))
+"""Settings that stand in `run.toml` as they were given: a run directory may be moved."""
+
+
+def _placed(settings: Settings, run_dir: Path) -> Settings:
+    """`settings` with addresses in `run_dir` where none were given."""
     home = run_dir.resolve()
     return msgspec.structs.replace(
         settings,
@@ -96,7 +105,12 @@ def save(settings: Settings, run_dir: Path) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / RUN_FILE
     staged = path.with_suffix(".staged")
-    staged.write_text("# The resolved settings of this run.\n" + to_toml(msgspec.to_builtins(settings)))
+    movable = msgspec.to_builtins(_placed(Settings(), run_dir))
+    own = msgspec.to_builtins(settings)
+    for section, name in _PLACES:
+        if own[section][name] == movable[section][name]:
+            own[section][name] = msgspec.to_builtins(Settings())[section][name]
+    staged.write_text("# The resolved settings of this run.\n" + to_toml(own))
     staged.replace(path)
     return path
 

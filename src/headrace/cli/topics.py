@@ -6,9 +6,8 @@ group that has read all may show a few.
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
 
-from headrace.bus.protocol import Bus, PartitionInfo, TopicPartition
+from headrace.bus.protocol import Bus, Difference, PartitionInfo, TopicPartition
 from headrace.cli import options, shown
 from headrace.cli.options import Place
 from headrace.wire.topics import TOPICS
@@ -92,11 +91,8 @@ async def _list(bus: Bus, as_json: bool) -> int:
 def _create(where: Place, as_json: bool) -> int:
     import asyncio
 
-    from headrace.bus import open_bus
-
-    async def act() -> list[Any]:
-        config = where.settings.bus
-        async with open_bus(config.address, security=config.security) as bus:
+    async def act() -> list[Difference]:
+        async with options.opened(where, new=True) as bus:
             return await bus.create_topics(list(TOPICS.values()))
 
     differences = asyncio.run(act())

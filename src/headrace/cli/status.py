@@ -1,0 +1,112 @@
+"""`headrace status`: a run's numbers now, on one page."""
+
+import argparse
+import time
+from typing import Any
+
+from headrace.bus.protocol import Bus
+from headrace.cli import options, shown
+from headrace.cli.options import Place
+from headrace.cli.process import living
+from headrace.cli.run_view import IDLE, LAG, LAG_MAX, REWARD, TOKENS, Follower, RunView
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    options.run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return options.with_bus(lambda bus, where: _status(bus, where, args.json), options.place(args))
+
+
+async def _status(bus: Bus, where: Place, as_json: bool) -> int:
+    view = await Follower(bus, where.settings.run.name).refresh()
+    document = summary(view)
+    document["processes"] = living(where.run_dir) if where.run_dir is not None else None
+    if as_json:
+        options.print_json(document)
+        return 0
+    now_ms = int(time.time() * 1000)
+    print(f"run {view.run} on {where.settings.bus.address}")
+    for name, text in lines(view, now_ms):
+        print(f"  {name:<22}{text}")
+    alive = document["processes"]
+    if alive is not None:
+        named = ", ".join(f"{name} ({pid})" for name, pid in alive.items())
+        print(f"  {'processes here':<22}{named or 'none'}")
+    return 0
+
+
+def summary(view: RunView) -> dict[str, Any]:
+    """The view as plain values, for `--json`."""
+    return {
+        "run": view.run,
+        "step": view.step,
+        "version": view.version,
+        "prompts": view.prompts,
+        "consumed": view.consumed,
+        "trained": view.trained,
+        "in_flight": view.in_flight,
+        "drops": dict(view.drops),
+        "withheld": dict(view.withheld),
+        "metrics": view.steps[-1].metrics if view.steps else {},
+        "replicas": {name: ack.version for name, ack in sorted(view.replicas.items())},
+        "held_out": [
+            {"round": name, "mode": mode, "version": version, "passed": tally.passed, "tried": tally.tried}
+            for (name, mode, version), tally in sorted(view.rounds.items())
+        ],
+        "dead_letters": view.dead,
+        "undecodable": view.undecodable,
+    }
+
+
+def lines(view: RunView, now_ms: int) -> list[tuple[str, str]]:
+    """(name, text) pairs: the run's numbers as a person reads them."""
+    since = f", {shown.duration(now_ms - view.steps[-1].ended_ms)} ago" if view.steps else ""
+    rows = [
+        ("step", f"{view.step}{since}"),
+        ("training reward", number(view.recent(REWARD))),
+        ("held-out pass rate", held_out_text(view)),
+        (
+            "lag in versions",
+            f"{number(view.recent(LAG), 2)} mean, {number(view.recent(LAG_MAX), 0)} max",
+        ),
+        ("tokens/s", number(view.per_second(TOKENS), 0)),
+        ("units", f"{view.prompts} issued, {view.in_flight} in flight, {view.trained} trained"),
+        ("dropped", counts(view.drops)),
+        ("trainer idle", percent(view.recent(IDLE))),
+        ("weights", f"version {'-' if view.version is None else view.version}"),
+        (
+            "serving",
+            ", ".join(f"{name} v{ack.version}" for name, ack in sorted(view.replicas.items())) or "-",
+        ),
+    ]
+    if view.withheld:
+        rows.append(("members withheld", counts(view.withheld)))
+    if view.dead or view.undecodable:
+        rows.append(("dead letters", f"{view.dead} (headrace dead-letters list)"))
+    return rows
+
+
+def held_out_text(view: RunView) -> str:
+    """`21.3 % at v0 -> 30.1 % at v60`, sampled; the newest two versions that were tried."""
+    points = view.held_out("sampled", ("watch",)) or view.held_out("sampled")
+    if not points:
+        return "-"
+    first, last = points[0], points[-1]
+    text = f"{percent(first[1])} at v{first[0]}"
+    return text if first == last else f"{text} -> {percent(last[1])} at v{last[0]}"
+
+
+def counts(reasons: dict[str, int]) -> str:
+    """`zero_advantage 120, stale 3`; the most frequent first."""
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {count}" for reason, count in ordered) or "-"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
