@@ -128,8 +128,9 @@ class _Relay:
             for task in waits:
                 task.cancel()
 
-    async def acknowledge(self, replica: str, version: int, root: str, *, refused: str, pause_ms: float) ->
-    bool:
+    async def acknowledge(
+        self, replica: str, version: int, root: str, *, refused: str, pause_ms: float
+    ) -> bool:
         """Says what a replica serves, or why it refused. False when the log is away: say it again later."""
         now_ms = self._clock.now_ms()
         ack = WeightsAck(
@@ -261,8 +262,9 @@ class _Replica:
     def _stage(self, replica: str, held: Held) -> Path:
         """The weights as a file that the replica can read; only the newest `staged_max` stay."""
         if not REPLICA_NAME.fullmatch(replica):
-            raise InferenceError(f"{self._client.address}: expected a replica name fit for a folder, got
-            {replica!r}")
+            raise InferenceError(
+                f"{self._client.address}: expected a replica name fit for a folder, got {replica!r}"
+            )
         folder = Path(self._relay.config.stage_dir).resolve() / replica
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"v{held.version:08d}-{held.root[:12]}.safetensors"

@@ -101,5 +101,5 @@ def _masked_sequences(config: LossConfig, tokens: Tokens, behaviour_N: Tensor) -
 
 
 def _mean(value_N: Tensor, sequence_N: Tensor, sequences: int) -> Tensor:
-    total_Q = torch.zeros(sequences).index_add_(0, sequence_N, value_N)
+    total_Q = torch.zeros(sequences, dtype=value_N.dtype).index_add_(0, sequence_N, value_N)
     return total_Q / torch.bincount(sequence_N, minlength=sequences).clamp(min=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.errors import WireError
 from headrace.policy.model import ModelConfig
+from headrace.policy.tree import MISSING
 from headrace.wire.records import Rollout, RolloutStep
 
 NOT_GENERATED = -1
@@ -24,7 +25,8 @@ LOGP_MAX = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A member's tokens. int64 but for `trained` (bool) and `logp` (float32, 0 where not generated)."""
+    """A member's tokens. int64 but for `trained` (bool), `logp` (float32, 0 where not generated) and
+    routes."""
 
     member: int
     prefix_P: Tensor
@@ -34,7 +36,7 @@ class Sequence:
     version_T: Tensor
     """Weights version of each generated token, `NOT_GENERATED` elsewhere."""
     routes_SLK: Tensor | None
-    """Recorded experts of prefix and own part, -1 where none was recorded (the last output of all)."""
+    """uint8: recorded experts of prefix and own part, `MISSING` where there is none (the last output)."""
     temperature: float
     oldest_version: int
     """Of its spans; of the start of generation when nothing was generated."""
@@ -156,7 +158,7 @@ def _routes(rollout: Rollout, length: int, model: ModelConfig) -> Tensor | None:
     if not any(step.routes for step in rollout.steps):
         return None
     layers, top_k = model.layers, model.experts_active
-    routes = np.full((length, layers, top_k), -1, np.int64)
+    routes = np.full((length, layers, top_k), MISSING, np.uint8)
     for index, step in enumerate(rollout.steps):
         if not step.routes:
             continue

@@ -1,0 +1,101 @@
+"""Admitted units through the policy, and back as flat tensors of their trained tokens.
+
+Members of a group that wrote the same tokens over the same routes are computed once: their log-probabilities
+have the same bits, and their gradients add up. Knows no loss.
+
+N trained tokens  T own tokens  S all tokens  L layers  K experts per token
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headrace.policy.model import ModelConfig, Weights
+from headrace.policy.tree import Group, tree_logp
+from headrace.trainer.admission import Unit
+from headrace.trainer.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """By trained token, in the order of units, members, tokens: float32 `[N]`, `sequence` and `version`
+    int64. `sequence` counts the members of all units."""
+
+    logp_N: Tensor
+    rollout_N: Tensor
+    advantage_N: Tensor
+    sequence_N: Tensor
+    version_N: Tensor
+    entropy_sum: float
+    routes: int
+    """(token, layer) pairs whose recorded routes were used."""
+    routes_other: int
+    """Those of them where the router would have chosen otherwise."""
+    tokens: int
+    """Really computed."""
+
+    def detached(self) -> "Forward":
+        """Without the graph behind `logp`."""
+        return replace(self, logp_N=self.logp_N.detach())
+
+
+def forward(weights: Weights, model: ModelConfig, units: SequenceOf[Unit]) -> Forward:
+    """One differentiable pass over `units`, all of one sampling temperature."""
+    distinct = [_distinct(unit.sequences) for unit in units]
+    groups = [_group(found) for found, _ in distinct]
+    output = tree_logp(weights, model, groups, units[0].temperature)
+    logp, rollout, advantage, sequence, version = [], [], [], [], []
+    entropy = 0.0
+    count = 0
+    for unit, (_, slots), unit_logp, unit_entropy in zip(
+        units, distinct, output.logp, output.entropy, strict=True
+    ):
+        for member, slot, value in zip(unit.sequences, slots, unit.advantages, strict=True):
+            trained_T = member.trained_T
+            logp.append(unit_logp[slot][trained_T])
+            rollout.append(member.logp_T[trained_T])
+            advantage.append(torch.full((member.tokens_trained,), value))
+            sequence.append(torch.full((member.tokens_trained,), count))
+            version.append(member.version_T[trained_T])
+            entropy += float(unit_entropy[slot][trained_T].double().sum())
+            count += 1
+    return Forward(
+        logp_N=torch.cat(logp),
+        rollout_N=torch.cat(rollout),
+        advantage_N=torch.cat(advantage),
+        sequence_N=torch.cat(sequence),
+        version_N=torch.cat(version),
+        entropy_sum=entropy,
+        routes=output.routes_replayed,
+        routes_other=output.route_disagreements,
+        tokens=sum(len(group.prefix) + sum(len(own) for own in group.own) for group in groups),
+    )
+
+
+def _distinct(members: SequenceOf[Sequence]) -> tuple[list[Sequence], list[int]]:
+    """The different members, and for each member which of them it is."""
+    found: dict[tuple[bytes, bytes], int] = {}
+    first: list[Sequence] = []
+    slots = []
+    for member in members:
+        routes = b"" if member.routes_SLK is None else member.routes_SLK.numpy().tobytes()
+        key = (member.own_T.numpy().tobytes(), routes)
+        if key not in found:
+            found[key] = len(first)
+            first.append(member)
+        slots.append(found[key])
+    return first, slots
+
+
+def _group(members: SequenceOf[Sequence]) -> Group:
+    """The first member's recorded routes stand for the shared prefix."""
+    first = members[0]
+    length = first.prefix_P.numel()
+    return Group(
+        prefix=first.prefix_P.tolist(),
+        own=[member.own_T.tolist() for member in members],
+        prefix_routes=None if first.routes_SLK is None else first.routes_SLK[:length],
+        own_routes=[None if m.routes_SLK is None else m.routes_SLK[length:] for m in members],
+    )
