@@ -145,7 +145,7 @@ def _functions(distribution: str, split: tasks.Split) -> Iterator[_Found]:
                 checks = tuple(checks_of(ast.get_docstring(node, clean=False) or ""))
                 line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 last = node.end_lineno or node.lineno
-                lines = source.splitlines(keepends=True)[line - 1 : last]
+                lines = tasks.source_lines(source)[line - 1 : last]
                 if len(checks) >= 2:
                     text = canonical("".join(lines))
                     yield _Found(split, distribution, str(file), module, node.name, line, last, text, checks)
@@ -193,14 +193,16 @@ async def _steady_checks(found: _Found, sandboxes: Sequence[Sandbox], config: Bu
     kept: list[int] = []
     seen = set()
     for position, check in enumerate(found.checks):
-        if (check.source, check.want) not in seen and len(kept) < config.checks_max:
+        calls = any(found.name in source for source in (*check.setup, check.source))
+        if calls and (check.source, check.want) not in seen and len(kept) < config.checks_max:
             seen.add((check.source, check.want))
             kept.append(position)
     original = restore(found.text)
     for sandbox in sandboxes:
-        jobs = [Job(found.module, found.name, (original,) * RUNS_PER_SEED, (found.checks[p],)) for p in kept]
-        passed = [all(o.status == "passed" for o in await sandbox.run(job)) for job in jobs]
-        kept = [position for position, steady in zip(kept, passed, strict=True) if steady]
+        checks = tuple(found.checks[position] for position in kept)
+        outcomes = await sandbox.run(Job(found.module, found.name, (original,) * RUNS_PER_SEED, checks))
+        unsteady = {place for outcome in outcomes for place in outcome.unmet}
+        kept = [position for place, position in enumerate(kept) if place not in unsteady]
         if len(kept) < 2:
             return []
     checks = tuple(found.checks[position] for position in kept)

@@ -4,6 +4,8 @@ It judges nothing: the expected text never enters this process (`checks.verdicts
 Runs after every wall of `isolation` stands. Standard library only.
 """
 
+import __future__
+
 import io
 import json
 import os
@@ -50,12 +52,14 @@ def run(job: dict[str, Any], first: int, report: Report, check_cpu_ms: int, outp
     timer = _Timer(check_cpu_ms)
     module = sys.modules[job["module"]]
     pristine = vars(module)[job["function"]]
-    homes = list(_homes(pristine))
+    future = vars(module).get("annotations") is __future__.annotations
+    flags = __future__.annotations.compiler_flag if future else 0
+    homes = list(_homes(pristine, job["module"].partition(".")[0]))
     for number in range(first, len(job["candidates"])):
         space = dict(vars(module))
         output = _Output(output_bytes)
         source = job["candidates"][number]
-        kind, text = timer.guard(partial(_execute, [source], space, "exec"), output, "load")
+        kind, text = timer.guard(partial(_execute, [source], space, "exec", flags), output, "load")
         report(number, -1, "loaded" if kind == "out" else kind, text)
         if kind != "out":
             continue
@@ -79,15 +83,15 @@ def _check(
     return timer.guard(partial(_execute, [check["source"]], space, "single"), output, "exc")
 
 
-def _execute(sources: list[str], space: dict[str, Any], mode: str) -> None:
+def _execute(sources: list[str], space: dict[str, Any], mode: str, flags: int = 0) -> None:
     for source in sources:
-        exec(compile(source, "<candidate>", mode, dont_inherit=True), space)
+        exec(compile(source, "<candidate>", mode, flags, dont_inherit=True), space)
 
 
-def _homes(pristine: object) -> Iterator[tuple[dict[str, Any], str]]:
-    """Wherever a module holds the function, so that a check that imports it gets the candidate."""
-    for module in list(sys.modules.values()):
-        space = getattr(module, "__dict__", {})
+def _homes(pristine: object, package: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Wherever the package holds the function, so that a check that imports it gets the candidate."""
+    for path, module in list(sys.modules.items()):
+        space = vars(module) if path.partition(".")[0] == package else {}
         yield from [(space, name) for name, value in list(space.items()) if value is pristine]
 
 

@@ -35,28 +35,30 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one candidate program. `failed_check`: the first that was not met, in the order of the
-    job; None if all passed or the definition itself failed. `detail`: one bounded line about it."""
+    """What became of one candidate program."""
 
     status: Status
-    failed_check: int | None = None
+    unmet: tuple[int, ...] = ()
+    """Checks that were not met or not reached, in that order; all of them if the definition failed."""
     detail: str = ""
-    visible_passed: bool = False
-    hidden_passed: bool = False
-    failed_visible: int | None = None
-    """The first check not met among those that may be shown."""
+    """One bounded line about the first of them."""
+    unmet_visible: int | None = None
+    """The first of them that may be shown and was run."""
     got_visible: str = ""
-    """One line: what `failed_visible` printed or raised; never of a hidden check."""
+    """One line: what that one printed or raised; never of a hidden check."""
     raised_visible: bool = False
+    defined: bool = True
 
 
 def checks_of(docstring: str) -> list[Check]:
     """Each example of `docstring` with an expected result, after the statements before it that expect none.
 
-    Empty when the docstring holds no well-formed examples. Examples marked SKIP are left out.
+    Empty when the docstring holds no well-formed examples. Examples marked SKIP are left out. Fences of
+    Markdown around examples are no part of what is expected.
     """
+    unfenced = "\n".join("" if line.lstrip().startswith("```") else line for line in docstring.split("\n"))
     try:
-        examples = doctest.DocTestParser().get_examples(docstring)
+        examples = doctest.DocTestParser().get_examples(unfenced)
     except ValueError:
         return []
     setup: list[str] = []
@@ -66,7 +68,8 @@ def checks_of(docstring: str) -> list[Check]:
             continue
         if example.want or example.exc_msg is not None:
             flags = sum(flag for flag, on in example.options.items() if on)
-            checks.append(Check(tuple(setup), example.source, example.want, example.exc_msg, flags))
+            want = example.want if example.exc_msg is None else ""
+            checks.append(Check(tuple(setup), example.source, want, example.exc_msg, flags))
         if not example.want or _binds(example.source):
             setup.append(example.source)
     return checks
@@ -94,24 +97,22 @@ def outcomes(checks: Sequence[Check], count: int, frames: Iterable[Sequence[obje
 
 
 def _outcome(checks: Sequence[Check], seen: list[tuple[int, str, str]]) -> Outcome:
-    index, kind, text = seen[0]
+    _, kind, text = seen[0]
     if kind != "loaded":
         status, detail = _FINAL.get(kind, ("error", one_line(text)))
-        return Outcome(status, detail=detail, got_visible=detail)
-    unmet = [(index, kind, text) for index, kind, text in seen[1:] if not met(checks[index], kind, text)]
-    missed = {index for index, _, _ in unmet} | set(range(len(seen) - 1, len(checks)))  # later ones never ran
-    if not missed:
-        return Outcome("passed", visible_passed=True, hidden_passed=True)
-    index, kind, text = unmet[0]
+        return Outcome(status, tuple(range(len(checks))), detail, defined=False)
+    wrong = [(index, kind, text) for index, kind, text in seen[1:] if not met(checks[index], kind, text)]
+    unreached = range(len(seen) - 1, len(checks))
+    if not wrong and not unreached:
+        return Outcome("passed")
+    _, kind, text = wrong[0]
     status, detail = _FINAL.get(kind, ("failed" if kind == "out" else "error", one_line(text)))
-    shown = next(((i, k, t) for i, k, t in unmet if not checks[i].hidden), None)
+    shown = next((frame for frame in wrong if not checks[frame[0]].hidden), None)
     return Outcome(
         status,
-        index,
+        (*(index for index, _, _ in wrong), *unreached),
         detail,
-        visible_passed=not any(not checks[i].hidden for i in missed),
-        hidden_passed=not any(checks[i].hidden for i in missed),
-        failed_visible=shown[0] if shown else None,
+        unmet_visible=shown[0] if shown else None,
         got_visible=_told(*shown[1:]) if shown else "",
         raised_visible=shown is not None and shown[1] != "out",
     )

@@ -114,11 +114,13 @@ class Env:
 
     def _failure_text(self, outcome: Outcome) -> str:
         """One visible example that failed, within the limit of tokens; nothing of a hidden one."""
-        if outcome.failed_visible is None:
-            return outcome.detail if outcome.failed_check is None else HIDDEN_FAILS
+        if not outcome.defined:
+            return outcome.detail
+        if outcome.unmet_visible is None:
+            return HIDDEN_FAILS
         if outcome.raised_visible:
             return outcome.got_visible
-        check = self.checks[outcome.failed_visible]
+        check = self.checks[outcome.unmet_visible]
         expected = check.want if check.exception is None else check.exception
         parts = [one_line(check.source), one_line(expected), outcome.got_visible]
         tokens_max = self._config.result_tokens_max - 2  # the two markers

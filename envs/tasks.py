@@ -205,6 +205,11 @@ def source_path(distribution: str, file: str) -> Path:
     return Path(str(importlib.metadata.distribution(distribution).locate_file(file)))
 
 
+def source_lines(source: str) -> list[str]:
+    """Lines as `ast` counts them (str.splitlines knows more line ends)."""
+    return [f"{line}\n" for line in source.split("\n")]
+
+
 def source_sha256(distribution: str, file: str) -> str:
     return hashlib.sha256(source_path(distribution, file).read_bytes()).hexdigest()
 
@@ -228,7 +233,7 @@ def _check_source(distribution: str, file: str, expected: str) -> None:
 
 @cache
 def _lines(distribution: str, file: str) -> list[str]:
-    return source_path(distribution, file).read_text(encoding="utf-8").splitlines(keepends=True)
+    return source_lines(source_path(distribution, file).read_text(encoding="utf-8"))
 
 
 @cache

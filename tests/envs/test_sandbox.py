@@ -217,9 +217,9 @@ def test_checks_that_import_the_function_get_the_candidate() -> None:
 
 
 def test_program_that_does_not_compile() -> None:
-    """A definition that fails is an error with one line of detail and no failed check."""
+    """A definition that fails is an error with one line of detail and no check was run."""
     (outcome,) = run_programs(["def take(n, seq)\n    return 1\n"], EXAMPLES)
-    assert (outcome.status, outcome.failed_check) == ("error", None)
+    assert (outcome.status, outcome.defined, outcome.unmet) == ("error", False, (0, 1))
     assert outcome.detail == "SyntaxError: expected ':'"
 
 
