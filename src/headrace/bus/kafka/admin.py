@@ -49,6 +49,7 @@ class Admin:
         self._committed_view = consumer_of(connection)
         self._written_view = consumer_of(connection, isolation_level="read_uncommitted")
         self._counts: dict[str, int] = {}
+        self._tracked: set[str] = set()
 
     async def start(self) -> None:
         await self._connection.started(self._client, self._client.start)
@@ -150,11 +151,14 @@ class Admin:
         return await self._connection.call("groups", attempt)
 
     async def _all(self, topics: Sequence[str]) -> list[KafkaPartition]:
-        return [
-            KafkaPartition(topic, partition)
-            for topic in topics
-            for partition in range(await self.partitions(topic))
-        ]
+        """Partitions of `topics`, whose leaders both views know. Raises TopicMismatch."""
+        counts = {topic: await self.partitions(topic) for topic in topics}
+        if not self._tracked.issuperset(topics):
+            self._tracked.update(topics)
+            for view in (self._committed_view, self._written_view):
+                # Without it aiokafka learns one topic per question and waits 100 ms after each.
+                await view._client.set_topics(self._tracked)
+        return [KafkaPartition(topic, partition) for topic in topics for partition in range(counts[topic])]
 
     async def _describe(self) -> dict[str, int]:
         """Partitions by topic, without Kafka's own. Asks for all: asking for one by name may create it."""

@@ -60,6 +60,7 @@ class Connection:
         try:
             async with asyncio.timeout(wait_s):
                 await start()
+                await asyncio.sleep(0)  # aiokafka can't stop a client whose tasks have not begun to run
         except TimeoutError as error:
             raise BusUnavailable(
                 f"kafka:{self.address}: expected a broker within {wait_s:g} s, none answered"
