@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace import log
 from headrace.bus.protocol import Bus
 from headrace.clock import Clock, SystemClock
 from headrace.errors import ConfigError, TopicMismatch
@@ -101,5 +102,4 @@ async def _report(processor: Processor, hosts: Sequence[PartitionHost], report_s
 
 def _log(processor: Processor, hosts: Sequence[PartitionHost]) -> None:
     counts = sum((host.counts for host in hosts), Counter())
-    pairs = " ".join(f"{name}={count}" for name, count in sorted(counts.items()))
-    _logger.info("counts stream=%s open=%d %s", processor.name, sum(host.open for host in hosts), pairs)
+    log.event(_logger, "counts", stream=processor.name, open=sum(host.open for host in hosts), **counts)

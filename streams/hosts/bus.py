@@ -9,11 +9,11 @@ what is computed (`streams.processor`).
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from headrace import log
 from headrace.bus.dead_letters import dead_letter
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition, Transactor
 from headrace.clock import Clock
@@ -21,8 +21,8 @@ from headrace.errors import BusUnavailable, HeadraceError, OffsetGone, WireError
 from headrace.store.blobs import Blobs
 from headrace.store.claims import check_in
 from headrace.streams.fold import Fold
-from headrace.streams.processor import Event, Output, Processor
-from headrace.wire.codec import decode
+from headrace.streams.processor import Output, Processor
+from headrace.streams.reading import apply, in_time_order
 
 OUTPUTS_MAX = 64
 """Outputs and dead letters in one transaction; each may take 1 MB."""
@@ -146,17 +146,13 @@ class PartitionHost:
     def _apply(self, delivery: Delivery, at_ms: int) -> None:
         pending = self._fold.pending
         try:
-            record = decode(delivery.topic, delivery.value or b"", delivery.headers)
-            key = self._processor.key(record)
-            if delivery.key != key.encode():
-                raise WireError(f"key: expected {key[:80]!r} as in the record, got {delivery.key!r:.80}")
-            self._fold.apply(Event(delivery.topic, delivery.partition, delivery.offset, at_ms, record))
+            key = apply(self._fold, self._processor, delivery, at_ms)
+            if self._fold.pending > pending:
+                self._parents[key] = delivery.header("traceparent")
         except WireError as error:
             self.counts["dead"] += 1
             self._dead.append(dead_letter(delivery, error, by=self.group, now_ms=self._clock.now_ms()))
             self._log(logging.WARNING, "dead", place=delivery.place, error=error)
-        if self._fold.pending > pending:
-            self._parents[key] = delivery.header("traceparent")
         self._reached_ms[delivery.tp] = at_ms
 
     async def _commit(self, transactor: Transactor, positions: dict[TopicPartition, int]) -> None:
@@ -243,24 +239,7 @@ class PartitionHost:
         reader.seek(gone)
 
     def _log(self, level: int, event: str, **fields: object) -> None:
-        pairs = " ".join(f"{name}={value}" for name, value in fields.items())
-        _logger.log(level, "%s stream=%s partition=%d %s", event, self.group, self._partition, pairs)
-
-
-def in_time_order(
-    deliveries: Sequence[Delivery], reached_ms: Mapping[TopicPartition, int]
-) -> list[tuple[int, Delivery]]:
-    """The deliveries of all partitions merged by broker time, each with its time.
-
-    Within a partition the order stays and time never runs backwards, whatever the broker's clock did;
-    `reached_ms` is where each partition stood before.
-    """
-    latest = dict(reached_ms)
-    timed = []
-    for delivery in deliveries:
-        at_ms = latest[delivery.tp] = max(delivery.timestamp_ms, latest.get(delivery.tp, 0))
-        timed.append((at_ms, delivery))
-    return sorted(timed, key=lambda pair: pair[0])
+        log.event(_logger, event, level=level, stream=self.group, partition=self._partition, **fields)
 
 
 def _put(states: dict[bytes, bytes], delivery: Delivery) -> None:

@@ -79,20 +79,22 @@ def far_ms() -> int:
     return time.time_ns() // 1_000_000 + 3_600_000
 
 
-async def play(bus: Bus) -> None:
-    """All scenarios at once: each group closes as expected, once, and stays so after its late records."""
+async def play(bus: Bus, prefix: str) -> None:
+    """All scenarios at once, as groups `prefix name`: each closes as expected, once, and stays so after its
+    late records."""
     deadlines = {}
     for scenario in SCENARIOS:
-        deadlines[scenario.name] = time.time_ns() // 1_000_000 + scenario.deadline_in_ms
-        for message in messages(scenario.records(scenario.name, deadlines[scenario.name])):
+        group = f"{prefix} {scenario.name}"
+        deadlines[group] = time.time_ns() // 1_000_000 + scenario.deadline_in_ms
+        for message in messages(scenario.records(group, deadlines[group])):
             await bus.produce([message])
     await closed(bus, list(deadlines))
-    for scenario in SCENARIOS:
-        await bus.produce(messages(scenario.after(scenario.name, deadlines[scenario.name])))
-    await probe(bus, "probe")
+    for group, scenario in zip(deadlines, SCENARIOS, strict=True):
+        await bus.produce(messages(scenario.after(group, deadlines[group])))
+    await probe(bus, prefix)
     found = await experiences(bus)
-    outcomes = {name: [Expected.of(experience) for experience in found[name]] for name in deadlines}
-    assert outcomes == {scenario.name: [scenario.expected] for scenario in SCENARIOS}
+    outcomes = {group: [Expected.of(experience) for experience in found[group]] for group in deadlines}
+    assert outcomes == {f"{prefix} {scenario.name}": [scenario.expected] for scenario in SCENARIOS}
 
 
 def state_partition(group: str) -> TopicPartition:

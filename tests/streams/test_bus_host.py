@@ -3,41 +3,30 @@ once."""
 
 import asyncio
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from stream_play import closed, everything, experiences, far_ms, messages, play, probe, state_partition, until
+from stream_faults import ended, join_command, killed_in_mid_work, log, process, zombie_wakes_up
+from stream_play import closed, everything, far_ms, messages, play, probe, state_partition, until
 from stream_process import Delegate
 from stream_records import prompt, reward, rollout, step
 
 from headrace.bus import open_bus
 from headrace.bus.protocol import Bus, Delivery, Message, TopicPartition, partition_of
-from headrace.errors import BusUnavailable, ConfigError, Fenced, OffsetGone, TopicMismatch
+from headrace.errors import BusUnavailable, ConfigError, OffsetGone, TopicMismatch
 from headrace.store.blobs import Blobs
 from headrace.store.claims import check_out
 from headrace.streams.hosts.bus import HostConfig
 from headrace.streams.run import StreamConfig, owned, run
 from headrace.wire.codec import decode
 from headrace.wire.records import DeadLetter
-from headrace.wire.topics import DEAD_LETTERS, EXPERIENCE_STATE, PARTITIONS, PROMPTS, ROLLOUT_STEPS, TOPICS
-
-PROCESS = Path(__file__).with_name("stream_process.py")
-
-
-@asynccontextmanager
-async def log(address: str) -> AsyncIterator[Bus]:
-    async with open_bus(address) as bus:
-        await bus.create_topics(list(TOPICS.values()))
-        yield bus
+from headrace.wire.topics import DEAD_LETTERS, EXPERIENCE_STATE, PARTITIONS, PROMPTS, ROLLOUT_STEPS
 
 
 @asynccontextmanager
@@ -54,32 +43,12 @@ async def joining(bus: Any, tmp_path: Path, **host: Any) -> AsyncIterator[asynci
             await task
 
 
-@contextmanager
-def process(address: str, tmp_path: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """A join as its own process, killed at the end if it still runs."""
-    command = [sys.executable, str(PROCESS), address, f"file://{tmp_path}/blobs", *more]
-    with (
-        (tmp_path / "process.log").open("a") as stderr,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as join,
-    ):
-        try:
-            yield join
-        finally:
-            join.kill()
-
-
-async def ended(join: subprocess.Popen[str]) -> int:
-    """Asks `join` to end; its exit status."""
-    join.terminate()
-    return await asyncio.to_thread(join.wait, 20)
-
-
 def test_scenarios_on_sqlite(tmp_path: Path) -> None:
     """Every scenario closes on the embedded log as it does in the processor alone."""
 
     async def main() -> None:
         async with log(f"sqlite:{tmp_path}/log.db") as bus, joining(bus, tmp_path):
-            await play(bus)
+            await play(bus, "sqlite")
 
     asyncio.run(main())
 
@@ -229,36 +198,11 @@ def test_kill_9_in_mid_work(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with log(address) as bus:
-            await killed_in_mid_work(bus, address, tmp_path, groups=60, kills=3)
+            await killed_in_mid_work(
+                bus, join_command(address, tmp_path), tmp_path, "kill", groups=60, kills=3
+            )
 
     asyncio.run(main())
-
-
-async def killed_in_mid_work(bus: Bus, address: str, tmp_path: Path, *, groups: int, kills: int) -> None:
-    names = [f"g{index}" for index in range(groups)]
-
-    async def feed() -> None:
-        for name in names:
-            for message in messages(
-                [prompt(name, deadline_ms=far_ms()), *rollout(name, 0), *rollout(name, 1)]
-            ):
-                await bus.produce([message])
-
-    feeding = asyncio.create_task(feed())
-    for count in range(1, kills + 1):
-        with process(address, tmp_path):
-
-            async def enough(share: float = count / (kills + 1)) -> bool:
-                return len(await experiences(bus)) >= share * groups
-
-            await until(enough, "a part of the groups")
-    with process(address, tmp_path) as join:
-        await feeding
-        await closed(bus, names)
-        await probe(bus, "probe")
-        assert await ended(join) == 0
-    found = await experiences(bus)
-    assert [[e.closed for e in found[name]] for name in names] == [["complete"]] * groups
 
 
 def test_zombie_is_fenced(tmp_path: Path) -> None:
@@ -268,27 +212,9 @@ def test_zombie_is_fenced(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with log(address) as bus:
-            await zombie_wakes_up(bus, address, tmp_path)
+            await zombie_wakes_up(bus, address, tmp_path, "zombie")
 
     asyncio.run(main())
-
-
-async def zombie_wakes_up(bus: Bus, address: str, tmp_path: Path) -> None:
-    groups = [f"g{index}" for index in range(12)]
-    for group in groups:
-        await bus.produce(messages([prompt(group, size=1, deadline_ms=far_ms()), *rollout(group, 0)]))
-    with process(address, tmp_path, "2") as zombie:
-        assert zombie.stdout is not None
-        assert await asyncio.to_thread(zombie.stdout.readline) == "hanging\n"
-        with process(address, tmp_path) as heir:
-            await closed(bus, groups)
-            zombie.send_signal(signal.SIGCONT)
-            out, _ = await asyncio.to_thread(zombie.communicate, None, 20)
-            assert (zombie.returncode, out[:8]) == (Fenced.exit_code, "Fenced: ")
-            await probe(bus, "after")
-            assert await ended(heir) == 0
-    found = await experiences(bus)
-    assert [len(found[group]) for group in groups] == [1] * len(groups)
 
 
 class Trimmed(Delegate):
@@ -430,10 +356,9 @@ def test_sigterm_stops_at_once(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with log(address) as bus:
-            with process(address, tmp_path) as join:
+            with process(join_command(address, tmp_path), tmp_path) as join:
                 await probe(bus, "probe")
-                join.terminate()
-                assert await asyncio.to_thread(join.wait, 5) == 0
+                assert await ended(join, wait_s=5) == 0
             committed = await bus.committed("streams.experience", [PROMPTS.name])
             assert committed == await bus.ends([PROMPTS.name])
 
