@@ -20,6 +20,11 @@ from headrace.policy.dialogue import TokenCodec, stop_tokens
 
 
 class Tasks(Protocol):
+    """What an arena needs of a `TaskSet`."""
+
+    @property
+    def task_ids(self) -> tuple[str, ...]: ...
+
     def task(self, task_id: str) -> Task: ...
 
 
@@ -49,6 +54,10 @@ class Arena:
     def describe(self) -> str:
         """One line for people: how well the sandbox is closed."""
         return self._sandbox.describe()
+
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        return self._tasks.task_ids
 
     def task(self, env: str, task_id: str) -> Task:
         """Raises ConfigError for an environment or a task that is not here."""

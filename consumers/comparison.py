@@ -51,11 +51,16 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.low > 0 or self.high < 0
 
 
+def function_of(task_id: str) -> str:
+    """The function that a task was cut from (`envs.tasks` writes `module.function:kind:start-end`)."""
+    return task_id.partition(":")[0]
+
+
 def compare(
     before: Iterable[Evaluation],
     after: Iterable[Evaluation],
     *,
-    function_of: Callable[[str], str] = lambda task_id: task_id,
+    function_of: Callable[[str], str] = function_of,
     seed: int = 0,
 ) -> list[Difference]:
     """One `Difference` for each (mode, measure, kind of hole) of the tries that both rounds have; kind `all`

@@ -24,21 +24,25 @@ class RolloutsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Of held-out rounds: the tasks and their seeds hang on `seed` alone, so that rounds can be paired."""
+    """Of held-out rounds. Tasks and their seeds hang on `seed` alone, so that rounds can be paired."""
 
     seed: int = 0
     tasks: int = 400
     samples: int = 4
     """Sampled tries a task; one greedy try comes on top."""
+    watch_tasks: int = 96
+    watch_samples: int = 1
+    watch_versions: int = 10
+    """A small round each time this many versions have passed."""
     sampling: Sampling = Sampling()
     tasks_in_flight: int = 16
     turn_ms_max: int = 60_000
     attempts_max: int = 3
     """Tries of one task before the round fails."""
-    watch_tasks: int = 96
-    watch_samples: int = 1
-    watch_versions: int = 10
-    """A small round each time this many versions have passed."""
+    threads: int = 1
+    """Of torch; the numbers do not depend on it."""
+    outage_ms_max: int = 60_000
+    """How long an evaluation waits for a log that does not answer before it ends with an error."""
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):

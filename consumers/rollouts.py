@@ -24,6 +24,7 @@ from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers.arena import Arena
 from headrace.consumers.config import RolloutsConfig
+from headrace.consumers.durable import RETRY_S, produce
 from headrace.consumers.episode import Plan, Turn, play, step_record
 from headrace.consumers.progress import Progress
 from headrace.envs.config import EnvConfig
@@ -38,7 +39,6 @@ _logger = logging.getLogger(__name__)
 
 POLL_MS = 200
 """How soon a stop, a lost partition or a group that ended is seen."""
-BUS_RETRY_S = 0.5
 REPORT_S = 10.0
 
 
@@ -175,7 +175,7 @@ class Worker:
             log.event(_logger, "bus_unavailable", level=logging.WARNING, error=error)
         if (now_s - self._away_since_s) * 1000 > self._config.outage_ms_max:
             raise error
-        await asyncio.sleep(BUS_RETRY_S)
+        await asyncio.sleep(RETRY_S)
 
     async def _handle(self, delivery: Delivery) -> None:
         """Everything about one prompt, until it may be committed."""
@@ -248,16 +248,7 @@ class Worker:
         )
 
     async def _send(self, messages: list[Message]) -> None:
-        """Durable when it returns. Sending again after an outage may double records: their ids are stable."""
-        until_s = asyncio.get_running_loop().time() + self._config.outage_ms_max / 1000
-        while True:
-            try:
-                await self._bus.produce(messages)
-                return
-            except BusUnavailable:
-                if asyncio.get_running_loop().time() > until_s:
-                    raise
-            await asyncio.sleep(BUS_RETRY_S)
+        await produce(self._bus, messages, outage_ms_max=self._config.outage_ms_max)
 
     def _step(self, turn: Turn, prompt: Prompt, attempt: int, trace: bytes | None) -> Message:
         record = step_record(turn, prompt, attempt, region=self._run.region, worker=self._name)

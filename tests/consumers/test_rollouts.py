@@ -30,7 +30,7 @@ from rollout_doubles import (
 
 from headrace.bus.protocol import Bus, Message, TopicPartition
 from headrace.config import RunConfig
-from headrace.consumers import rollouts
+from headrace.consumers import durable
 from headrace.consumers.config import RolloutsConfig
 from headrace.consumers.rollouts import Worker, group_of
 from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
@@ -442,7 +442,7 @@ class Shaky:
 
 def test_log_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records that the log refuses are sent again, in order; the group is whole at the first attempt."""
-    monkeypatch.setattr(rollouts, "BUS_RETRY_S", 0.01)
+    monkeypatch.setattr(durable, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:
@@ -458,7 +458,7 @@ def test_log_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that stays away ends the worker with its error, instead of groups that are given up."""
-    monkeypatch.setattr(rollouts, "BUS_RETRY_S", 0.01)
+    monkeypatch.setattr(durable, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:
