@@ -28,6 +28,8 @@ Reason = Literal[
     "empty",  # nothing in it is trained
 ]
 MALFORMED: Final = "malformed"
+REWARD_MAX: Final = 1e6
+"""What is above is a fault of a grader, and would drown every other gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ def _group_reason(experience: Experience) -> Reason | None:
     if any(rollout.quarantined for rollout in rollouts):
         return "quarantined"
     rewards = [_reward(rollout) for rollout in rollouts]
-    if not all(math.isfinite(reward) for reward in rewards):
-        raise WireError(f"rollouts: expected finite rewards, got {rewards}")
+    if not all(math.isfinite(reward) and abs(reward) <= REWARD_MAX for reward in rewards):
+        raise WireError(f"rollouts: expected rewards within ±{REWARD_MAX:g}, got {rewards}")
     return "zero_advantage" if rewards_equal(rewards) else None
 
 

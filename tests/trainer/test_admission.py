@@ -58,6 +58,7 @@ def test_a_good_group_is_admitted() -> None:
         (experience("g", [rollout(0, 1.0)]), "zero_advantage"),
         (experience("g", [rollout(0, 1.0, [((), ())]), rollout(1, 0.0, [((), ())])]), "empty"),
         (experience("g", [rollout(0, 1.0), rollout(1, math.nan)]), "malformed"),
+        (experience("g", [rollout(0, 1e7), rollout(1, 0.0)]), "malformed"),
         (WireError("Experience: expected a map"), "malformed"),
     ],
 )

@@ -15,7 +15,7 @@ from headrace.policy.tree import Group, tree_logp
 from headrace.trainer import forward
 from headrace.trainer.admission import Entry
 from headrace.trainer.config import LossConfig, StepSettings, TrainerConfig
-from headrace.trainer.learner import Cancelled
+from headrace.trainer.learner import Cancelled, learn
 from headrace.trainer.optimizer import adamw, clipped, gradient_norm
 from headrace.trainer.state import State, fresh, published, remember
 from headrace.trainer.step import StepResult, run_step
@@ -135,12 +135,13 @@ def replace_config(config: TrainerConfig, **changes: object) -> TrainerConfig:
 
 
 def test_a_number_that_is_not_finite_stops_the_step_and_names_the_record() -> None:
-    """A reward beyond float32 makes the second group's loss infinite: it is named, the state is as it was."""
+    """An infinite advantage in the second group: it is named, and the state is as it was."""
     state = _state()
     before = {name: weight.clone() for name, weight in state.masters.items()}
-    huge = experience("b", [rollout(0, 1e300), rollout(1, -1e300)])
+    units = _step(state, pair("a"), pair("b")).admission.units
+    units[1] = replace(units[1], advantages=(math.inf, -0.5))
     with pytest.raises(TrainingError, match=r"experience\[0\]@1: expected a finite loss"):
-        _step(state, pair("a"), huge)
+        learn(state, units, model=MODEL, config=CONFIG, cancelled=lambda: False)
     assert _same(before, state.masters)
     state.masters["embed"][20] = math.nan
     with pytest.raises(
