@@ -9,7 +9,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -48,10 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dotted, words = split_dotted(words)
         parser = build_parser(only=next((word for word in words if not word.startswith("-")), ""))
-        args, rest = parser.parse_known_args(words)
-        if rest:
-            near = difflib.get_close_matches(rest[0], getattr(args, "options", []), n=1, cutoff=0.5)
-            parser.error(f"unknown argument {rest[0]!r}" + (f": did you mean {near[0]}?" if near else ""))
+        _check_options(parser, words)
+        args = parser.parse_args(words)
         if not args.command:
             parser.print_help()
             return 0
@@ -91,8 +89,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             loaded = _command_module(module)
             command.description = f"{line[0].upper()}{line[1:]}.\n\n{getattr(loaded, 'DETAIL', '')}".strip()
             loaded.arguments(command)
-            options = [option for action in command._actions for option in action.option_strings]
-            command.set_defaults(run=loaded.run, options=options)
+            command.set_defaults(run=loaded.run)
     return parser
 
 
@@ -113,6 +110,24 @@ def split_dotted(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 raise ConfigError(f"{name}: expected a value, got the end of the line")
         flags[name.removeprefix("--").replace("-", "_")] = value
     return flags, others
+
+
+def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exits with 2 at the first option that no parser here knows, and names the nearest: argparse would take
+    its value for something else first."""
+    known = set(_options(parser))
+    for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            parser.error(f"unknown argument {name!r}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in set(action.choices.values()):
+                yield from _options(inner)
 
 
 def _command_module(name: str) -> ModuleType:

@@ -25,6 +25,8 @@ NARROW_COLUMNS = 60
 
 
 class Screen(Protocol):
+    """Where a demo shows itself; entered once."""
+
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

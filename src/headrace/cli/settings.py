@@ -47,6 +47,8 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set, by the part that owns it."""
+
     run: RunConfig = RunConfig()
     bus: BusConfig = BusConfig()
     store: StoreConfig = StoreConfig()

@@ -103,7 +103,7 @@ def _schemaless(content: bytes) -> Any:
 
     if len(content) <= DECODED_BYTES_MAX:
         try:
-            return msgpack.unpackb(content, strict_map_key=False, max_buffer_size=DECODED_BYTES_MAX)
+            return msgpack.unpackb(content, strict_map_key=False)
         except (ValueError, msgpack.UnpackException):  # not MessagePack: shown as it is
             pass
     return content

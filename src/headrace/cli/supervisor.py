@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Child:
+    """One process of the crew, over its restarts."""
+
     name: str
     words: tuple[str, ...]
     log_path: Path

@@ -71,6 +71,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from headrace.policy.source import restore
+
     known = {task.task_id: task for task in _tasks(args)}
     if args.task not in known:
         raise ConfigError(shown.unknown("task", args.task, known))
@@ -93,7 +95,7 @@ def _show(args: argparse.Namespace) -> int:
     print(
         f"{task.task_id}: {task.kind} in {task.module}.{task.function} ({task.distribution}, {task.split})\n"
     )
-    print(f"{task.prefix} ____{task.suffix}\n")
+    print(restore(f"{task.prefix} ____{task.suffix}"))
     print(f"fill: {task.fill.strip()}")
     print(f"examples: {hidden.count(False)} visible, {hidden.count(True)} hidden")
     return 0

@@ -1,0 +1,115 @@
+"""The command line's own behaviour: help, errors, exit codes, flags."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from headrace.cli.entry import COMMANDS, build_parser, split_dotted
+from headrace.errors import ConfigError
+
+HEAVY = ("torch", "numpy", "grpc", "aiokafka", "faust", "matplotlib", "rich", "obstore")
+
+
+def test_help_is_light() -> None:
+    """No command's `--help` imports anything heavy, and one answers in half a second of processor time."""
+    code = (
+        "import sys\n"
+        "from headrace.cli.entry import build_parser\n"
+        "build_parser().format_help()\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    after = os.times()
+    assert done.stdout.strip() == "[]"
+    spent_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent_s < 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`headrace COMMAND --help` says what the command is for and exits with 0."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert COMMANDS[command][1][1:20] in " ".join(capsys.readouterr().out.split())
+
+
+def test_misspelt_names_are_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A wrong command, option, setting or topic exits with 2 and names the nearest right one."""
+    with pytest.raises(SystemExit) as ended:
+        main(["trajectroy", "x"])
+    assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["topics", "--run-dri", "x"])
+    assert ended.value.code == 2
+    assert main(["topics", "create", "--bus", f"sqlite:{tmp_path}/log", "--trainer.lrr", "3"]) == 2
+    assert main(["topics", "create", "--bus", f"sqlite:{tmp_path}/log"]) == 0
+    assert main(["tail", "promts", "--bus", f"sqlite:{tmp_path}/log"]) == 2
+    told = capsys.readouterr().err
+    for nearest in ("'trajectory'", "--run-dir", "'lr'", "'prompts'"):
+        assert f"did you mean {nearest}?" in told
+    assert "Traceback" not in told
+
+
+def test_dotted_flags_stand_anywhere() -> None:
+    """Settings are taken out before the command's own arguments are read, a value is never a topic."""
+    flags, words = split_dotted(["tail", "--trainer.lr", "3e-6", "prompts", "--run.group-size=4", "-n", "2"])
+    assert flags == {"trainer.lr": "3e-6", "run.group_size": "4"}
+    assert words == ["tail", "prompts", "-n", "2"]
+    with pytest.raises(ConfigError, match=r"--trainer\.lr: expected a value"):
+        split_dotted(["demo", "--trainer.lr"])
+
+
+def test_looking_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that looks at a run that isn't there says so and leaves no file behind."""
+    assert main(["topics", "--run-dir", str(tmp_path / "none")]) == 2
+    assert main(["status", "--bus", f"sqlite:{tmp_path}/none.sqlite"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "expected a run" in capsys.readouterr().err
+
+
+def test_absent_kafka_is_said_within_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a broker a command ends within 10 s, with exit code 4 and the address in one line."""
+    started_s = time.monotonic()
+    assert main(["topics", "--bus", "kafka:127.0.0.1:9"]) == 4
+    assert time.monotonic() - started_s < 10
+    told = capsys.readouterr().err
+    assert "127.0.0.1:9" in told
+    assert "Traceback" not in told
+
+
+def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts for bash and zsh name each command."""
+    for shell in ("bash", "zsh"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(command in script for command in COMMANDS)
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """`headrace ... | head -1` ends quietly."""
+    address = f"sqlite:{tmp_path}/log"
+    assert main(["topics", "create", "--bus", address]) == 0
+    command = f"{sys.executable} -m headrace topics --json --bus {address} | head -1"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_the_parser_of_one_command_is_that_of_all() -> None:
+    """Loading one command only gives the same arguments as loading all of them."""
+    words = ["tail", "prompts", "--json", "-n", "3"]
+    one, every = build_parser(only="tail").parse_args(words), build_parser().parse_args(words)
+    assert {k: v for k, v in vars(one).items() if k != "run"} == {
+        k: v for k, v in vars(every).items() if k != "run"
+    }
