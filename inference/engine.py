@@ -13,7 +13,6 @@ from collections import deque
 from concurrent.futures import Future
 
 import torch
-from headrace.policy.decode import Decoder, Prefix, Row
 from torch import Tensor
 
 from headrace.clock import Clock, SystemClock
@@ -25,6 +24,7 @@ from headrace.inference.sampler import sample
 from headrace.inference.scheduler import Scheduler
 from headrace.inference.sequence import Running, Sink, Ticket
 from headrace.inference.weights import ServedWeights
+from headrace.policy.decode import Decoder, Prefix, Row
 from headrace.policy.model import ModelConfig
 from headrace.rpc.generation import Finish, Generation, Progress, ReplicaStatus
 
@@ -120,6 +120,8 @@ class Engine:
         while self._installs:
             began = time.perf_counter()
             weights, done = self._installs.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
             self._weights = weights
             self._prefixes.forget_others(weights.root)
             done.set_result((time.perf_counter() - began) * 1000)

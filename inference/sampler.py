@@ -1,7 +1,7 @@
 """From scores to tokens: the same request gives the same tokens, whatever else is in the batch.
 
-Gumbel sampling (Gumbel 1954; Maddison et al. 2014): the argmax of `logits / temperature + noise` is a sample
-of their softmax. The noise is a function of (seed, group, member, position) alone, from a counter-based
+Gumbel sampling (Gumbel 1954; Maddison et al. 2014): the argmax of log-probabilities + noise is a sample of
+their distribution. The noise is a function of (seed, group, member, position) alone, from a counter-based
 generator.
 
 R rows  V vocabulary
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import rng
-from headrace.kernels.invariant import token_logp
+from headrace.kernels.invariant import log_probs
 
 
 def sample_key(seed: int, group_id: str, member: int) -> int:
@@ -40,14 +40,14 @@ def sample(logits_RV: Tensor, draws: list[Draw]) -> tuple[list[int], list[float]
     logp = [0.0] * len(draws)
     for (temperature, greedy), rows in _by_kind(draws).items():
         part_RV = logits_RV if len(rows) == len(draws) else logits_RV[rows]
+        logp_RV = log_probs(part_RV, temperature)
         if greedy:
             token_R = part_RV.argmax(-1)
         else:
             keys_R = torch.tensor([draws[row].key for row in rows])
             positions_R = torch.tensor([draws[row].position for row in rows])
-            noise_RV = rng.gumbel(keys_R, positions_R, logits_RV.shape[1])
-            token_R = (part_RV / temperature + noise_RV).argmax(-1)
-        logp_R = token_logp(part_RV, token_R, temperature)
+            token_R = (logp_RV + rng.gumbel(keys_R, positions_R, logits_RV.shape[1])).argmax(-1)
+        logp_R = logp_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)
         for row, token, value in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
             tokens[row], logp[row] = token, value
     return tokens, logp

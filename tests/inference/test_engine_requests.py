@@ -60,6 +60,13 @@ def test_what_waited_through_a_swap_starts_under_the_new_version() -> None:
     assert [span.weights_version for span in collector.done[1].spans] == [2]
 
 
+def test_a_cancelled_swap_is_no_swap() -> None:
+    """A caller that gave its swap up before it happened changes nothing and breaks nothing."""
+    engine = tiny_engine()
+    assert engine.install(served(2, seed=2)).cancel()
+    assert complete(engine, generation())[0][0].weights_version == 1
+
+
 def test_a_group_pays_for_its_prompt_once() -> None:
     """Eight members and a second request of the same 70 tokens prefill 70; routes cover 70 + 8 - 1 tokens
     each."""

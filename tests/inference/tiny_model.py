@@ -33,7 +33,7 @@ def tiny_weights(seed: int) -> Weights:
     weights = {
         name: torch.ones(shape)
         if name.endswith("norm")
-        else torch.randn(shape, generator=generator) * (0.6 if name == "embed" else shape[-1] ** -0.5)
+        else torch.randn(shape, generator=generator) * (0.25 if name == "embed" else shape[-1] ** -0.5)
         for name, shape in shapes(TINY).items()
     }
     return checkpoint.from_bf16(checkpoint.to_bf16(weights))
