@@ -142,12 +142,14 @@ def reading(sampled: "Difference", greedy: "Difference") -> list[str]:
             "The model now samples well more often what it already preferred: sharpening, not a new ability",
             "(the greedy rate shows no significant change).",
         ]
-    if greedy.significant and greedy.change > 0:
-        return [
-            "Greedy tries pass more often too. On held-out functions this is better choosing among what the",
-            "seed model knew; the report shows it by kind of hole.",
-        ]
-    return ["Only the greedy rate changed; look at it by kind of hole in the report."]
+    if not sampled.significant:
+        return ["Only the greedy rate changed; look at it by kind of hole in the report."]
+    if greedy.change < 0:
+        return ["Sampled tries pass more often, greedy ones less: the run paid for one with the other."]
+    return [
+        "Greedy tries pass more often too: more than sharpening. How much of it the seed model could nearly",
+        "do already, this comparison can't tell; the report shows it by kind of hole.",
+    ]
 
 
 def next_commands(where: Place) -> list[str]:
