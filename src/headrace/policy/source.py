@@ -32,7 +32,7 @@ _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER
 # Python 3.12 splits an f-string into tokens; 3.14 does the same to t-strings. Here each stays one token.
 _OPENERS = {getattr(tokenize, name) for name in ("FSTRING_START", "TSTRING_START") if hasattr(tokenize, name)}
 _CLOSERS = {getattr(tokenize, name) for name in ("FSTRING_END", "TSTRING_END") if hasattr(tokenize, name)}
-_COMPOUND = (
+_COMPOUND: tuple[type[ast.expr], ...] = (
     ast.BinOp,
     ast.BoolOp,
     ast.Compare,
@@ -79,24 +79,27 @@ def canonical(source: str) -> str:
     Raises PolicyError for text that Python can't parse. `canonical(restore(canonical(s))) == canonical(s)`.
     """
     try:
-        tree = _parse(source)
-        _drop_docstrings(tree)
-        plain = ast.unparse(ast.fix_missing_locations(tree))
-        lines: list[str] = []
-        words: list[str] = []
-        depth = 0
-        for token in _tokens(plain):
-            if token.kind == tokenize.INDENT:
-                depth += 1
-            elif token.kind == tokenize.DEDENT:
-                depth -= 1
-            elif token.kind == tokenize.NEWLINE:
-                lines.append("\t" * depth + " " + " ".join(words))
-                words = []
-            else:
-                words.append(token.text)
+        return canonical_tree(_parse(source))
     except (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise PolicyError(f"source: expected Python, got {_short(source)!r}: {error}") from error
+
+
+def canonical_tree(tree: ast.AST) -> str:
+    """Canonical form of a syntax tree (a module, or one function of it). The tree loses its docstrings."""
+    _drop_docstrings(tree)
+    lines: list[str] = []
+    words: list[str] = []
+    depth = 0
+    for token in _tokens(ast.unparse(ast.fix_missing_locations(tree))):
+        if token.kind == tokenize.INDENT:
+            depth += 1
+        elif token.kind == tokenize.DEDENT:
+            depth -= 1
+        elif token.kind == tokenize.NEWLINE:
+            lines.append("\t" * depth + " " + " ".join(words))
+            words = []
+        else:
+            words.append(token.text)
     return "\n".join(lines)
 
 
@@ -163,7 +166,7 @@ def _parse(source: str) -> ast.Module:
         return ast.parse(source)
 
 
-def _drop_docstrings(tree: ast.Module) -> None:
+def _drop_docstrings(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             kept = [
@@ -262,7 +265,7 @@ def _spans(tree: ast.AST, tokens: list[_Token], place: _Places) -> Iterator[tupl
             for argument in [*node.args, *node.keywords]:
                 yield "argument", *place.of_node(argument)
         loaded = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if isinstance(node, ast.expr) and isinstance(node, _COMPOUND) and loaded:
+        if isinstance(node, ast.expr) and type(node) in _COMPOUND and loaded:
             start, end = place.of_node(node)
             if start in starts and end in ends:
                 yield "expression", start, end

@@ -1,0 +1,328 @@
+"""The policy as a generator: prefill of prompts, then decoding and chunks over a cache of slots. No
+gradients.
+
+A prompt's keys and values are computed once (`Prefix`) and shared by all slots that continue it; a slot holds
+only its own part. It neither samples nor schedules (`inference` does) and gives, for the same weights and
+tokens, the bits of `policy.tree`.
+
+N tokens  R rows  L layers  K experts per token  C width  V vocabulary  G key-value heads  S keys  D head
+width
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headrace.errors import PolicyError
+from headrace.kernels.invariant import KEY_BLOCK, ROW_TILE, padded
+from headrace.policy import attention, model
+from headrace.policy.attention import Keys
+from headrace.policy.model import ModelConfig, Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """A prompt after prefill: keys and values `[L, G, S, D]`, scores `[V]` of the next token, routes uint8
+    `[T, L, K]`."""
+
+    tokens: list[int]
+    k_LGSD: Tensor
+    v_LGSD: Tensor
+    logits_V: Tensor
+    routes_TLK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens (one or many) to append to a slot that continues `prefix`."""
+
+    slot: int
+    prefix: Prefix
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Scores `[R, V]` of what follows each row's last token, and the routes uint8 `[T, L, K]` of each row's
+    new tokens."""
+
+    logits_RV: Tensor
+    routes: list[Tensor]
+
+
+class Decoder:
+    """`slots` sequences at most, each with an own part of at most `own_tokens_max` tokens beside its prefix.
+
+    Not thread-safe. Memory: 2 * layers * slots * heads_kv * own_tokens_max * head_width float32.
+    """
+
+    def __init__(self, config: ModelConfig, slots: int, own_tokens_max: int) -> None:
+        self._config = config
+        self._own_tokens_max = own_tokens_max
+        shape = (slots, config.heads_kv, padded(own_tokens_max, KEY_BLOCK), config.head_width)
+        self._own_k = [torch.zeros(shape) for _ in range(config.layers)]
+        self._own_v = [torch.zeros(shape) for _ in range(config.layers)]
+        self._lengths = [0] * slots
+        self._prefixes = _PrefixStack(config)
+
+    def length(self, slot: int) -> int:
+        """Tokens in the slot's own part."""
+        return self._lengths[slot]
+
+    def release(self, slot: int) -> None:
+        """Empties the slot; doing so twice is harmless."""
+        self._lengths[slot] = 0
+
+    @torch.inference_mode()
+    def prefill(self, weights: Weights, prompts: list[list[int]]) -> list[Prefix]:
+        """Each prompt's `Prefix`, independent of the others. Raises PolicyError for an empty or over-long
+        one."""
+        config = self._config
+        longest = config.context_max - 1
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= longest:
+                raise PolicyError(
+                    f"prefill: prompts[{index}]: expected 1..{longest} tokens, got {len(prompt)}"
+                )
+        if not prompts:
+            return []
+        ends = torch.tensor([0] + [len(prompt) for prompt in prompts]).cumsum(0).tolist()
+        spans = [slice(start, end) for start, end in pairwise(ends)]
+        tokens_N, position_N = _tile(
+            [t for p in prompts for t in p], [i for p in prompts for i in range(len(p))]
+        )
+        rope = model.rope_at(config, position_N)
+        x_NC = model.embed(weights, tokens_N)
+        own = [_whole(config, len(prompt)) for prompt in prompts]
+        k_layers, v_layers, routes = [], [], []
+        for layer in range(config.layers):
+            q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope)
+            k_layers.append([attention.key_rows(k[span]) for span in spans])
+            v_layers.append([attention.key_rows(v[span]) for span in spans])
+            attended_NC = torch.zeros_like(x_NC)
+            for index, span in enumerate(spans):
+                place, hidden = own[index]
+                keys = Keys(k_layers[-1][index], v_layers[-1][index], hidden, place)
+                q_XD = q[span].reshape(-1, config.head_width)
+                attended = attention.attend(q_XD, None, [(len(q_XD), keys)])
+                attended_NC[span] = attended.view(-1, config.heads * config.head_width)
+            x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, None)
+            routes.append(routing.used_NK.to(torch.uint8))
+        routes_NLK = torch.stack(routes, 1)
+        last_R = torch.tensor([end - 1 for end in ends[1:]])
+        logits_RV = model.logits(config, weights, x_NC.index_select(0, last_R))
+        return [
+            Prefix(
+                list(prompt),
+                torch.stack([layer[index] for layer in k_layers]),
+                torch.stack([layer[index] for layer in v_layers]),
+                logits_RV[index],
+                routes_NLK[spans[index]].clone(),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    @torch.inference_mode()
+    def extend(self, weights: Weights, rows: list[Row]) -> Extension:
+        """Appends every row's tokens to its slot. Rows of one token and of many mix freely; each row's
+        results depend on nothing but its own tokens and the weights. Raises PolicyError, and changes nothing,
+        for a row that is empty or does not fit.
+        """
+        config = self._config
+        self._check(rows)
+        # Short rows share one batch of products; a long one (a tool's result) would make all of them as tall.
+        order = sorted(
+            range(len(rows)), key=lambda index: len(rows[index].tokens) > ROW_TILE // config.query_rows
+        )
+        ordered = [rows[index] for index in order]
+        starts = [self._lengths[row.slot] for row in ordered]
+        positions = [
+            len(row.prefix.tokens) + start + i
+            for row, start in zip(ordered, starts, strict=True)
+            for i in range(len(row.tokens))
+        ]
+        tokens_N, position_N = _tile([token for row in ordered for token in row.tokens], positions)
+        rope = model.rope_at(config, position_N)
+        stack = self._prefixes.plan(ordered)
+        runs = self._runs(ordered, starts)
+        count = sum(len(row.tokens) for row in ordered)
+        write_X = self._write_places(ordered, starts)
+        x_NC = model.embed(weights, tokens_N)
+        routes = []
+        for layer in range(config.layers):
+            q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope)
+            for cache, new in ((self._own_k[layer], k), (self._own_v[layer], v)):
+                cache.view(-1, config.head_width)[write_X] = new[:count].reshape(-1, config.head_width)
+            own = [(run.count, run.keys(self._own_k[layer], self._own_v[layer])) for run in runs]
+            q_XD = q[:count].reshape(-1, config.head_width)
+            attended = attention.attend(q_XD, stack.keys(layer), own).view(count, -1)
+            attended_NC = torch.nn.functional.pad(attended, (0, 0, 0, len(x_NC) - count))
+            x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, None)
+            routes.append(routing.used_NK[:count].to(torch.uint8))
+        lengths = [len(row.tokens) for row in ordered]
+        last_R = torch.tensor(lengths).cumsum(0) - 1
+        back = torch.empty(len(rows), dtype=torch.int64)
+        back[torch.tensor(order)] = torch.arange(len(rows))
+        logits_RV = model.logits(config, weights, x_NC.index_select(0, last_R[back]))
+        by_row = torch.split(torch.stack(routes, 1), lengths)
+        for row, start in zip(ordered, starts, strict=True):
+            self._lengths[row.slot] = start + len(row.tokens)
+        return Extension(logits_RV, [by_row[int(index)] for index in back])
+
+    def _check(self, rows: list[Row]) -> None:
+        slots = [row.slot for row in rows]
+        if not rows or len(set(slots)) != len(slots):
+            raise PolicyError(f"extend: expected rows of different slots, got slots {slots}")
+        for row in rows:
+            if not 0 <= row.slot < len(self._lengths):
+                raise PolicyError(f"extend: expected a slot in 0..{len(self._lengths) - 1}, got {row.slot}")
+            limit = min(self._own_tokens_max, self._config.context_max - len(row.prefix.tokens))
+            left = limit - self._lengths[row.slot]
+            if not 0 < len(row.tokens) <= left:
+                raise PolicyError(
+                    f"extend: slot {row.slot}: expected 1..{left} new tokens, got {len(row.tokens)}"
+                )
+
+    def _write_places(self, rows: list[Row], starts: list[int]) -> Tensor:
+        """Flat places in a cache `[slots, G, S]` of each new (token, key-value head)."""
+        groups, keys = self._own_k[0].shape[1:3]
+        slot_N = torch.tensor([row.slot for row in rows for _ in row.tokens])
+        at_N = torch.tensor(
+            [start + i for row, start in zip(rows, starts, strict=True) for i in range(len(row.tokens))]
+        )
+        return ((slot_N.unsqueeze(1) * groups + torch.arange(groups)) * keys + at_N.unsqueeze(1)).flatten()
+
+    def _runs(self, rows: list[Row], starts: list[int]) -> list["_Run"]:
+        short = sum(len(row.tokens) <= ROW_TILE // self._config.query_rows for row in rows)
+        parts = [(rows[:short], starts[:short]), (rows[short:], starts[short:])]
+        return [_Run(self._config, part, begin, len(self._lengths)) for part, begin in parts if part]
+
+
+class _Run:
+    """The queries of some rows over their own keys: the same for every layer of one `extend`."""
+
+    def __init__(self, config: ModelConfig, rows: list[Row], starts: list[int], slots_total: int) -> None:
+        slots = [row.slot for row in rows]
+        used = max(slots) + 1
+        # Most slots in use: the cache itself is the batch, no copy. Else the used ones are gathered.
+        dense = 2 * len(rows) >= used
+        self._slot_U = None if dense else torch.tensor(slots)
+        self._units = used if dense else len(rows)
+        units = slots if dense else list(range(len(rows)))
+        tokens_max = max(len(row.tokens) for row in rows)
+        self._keys = padded(
+            max(start + len(row.tokens) for row, start in zip(rows, starts, strict=True)), KEY_BLOCK
+        )
+        start_U = torch.full((self._units,), -1)
+        start_U[torch.tensor(units)] = torch.tensor(starts)
+        unit_N = torch.tensor([unit for unit, row in zip(units, rows, strict=True) for _ in row.tokens])
+        row_N = torch.tensor([i for row in rows for i in range(len(row.tokens))])
+        self._layout = attention.layout(
+            unit_N, row_N, self._units, tokens_max, config.heads_kv, config.query_rows
+        )
+        self._hidden = attention.causal(config.query_rows, tokens_max, self._keys, start_U, config.heads_kv)
+        self.count = len(self._layout.place_X)
+
+    def keys(self, k: Tensor, v: Tensor) -> Keys:
+        return Keys(self._view(k), self._view(v), self._hidden, self._layout)
+
+    def _view(self, cache: Tensor) -> Tensor:
+        part = cache[: self._units] if self._slot_U is None else cache[:, :, : self._keys][self._slot_U]
+        return part.flatten(0, 1)[:, : self._keys]
+
+
+class _PrefixStack:
+    """The prefixes in use side by side in one tensor per layer, so that one product serves all of them.
+
+    A prefix is copied in when it first appears, and its place is used again when it is no longer asked for.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._held: list[Prefix | None] = []
+        shape = (0, config.heads_kv, 0, config.head_width)
+        self._k = [torch.zeros(shape) for _ in range(config.layers)]
+        self._v = [torch.zeros(shape) for _ in range(config.layers)]
+
+    def plan(self, rows: list[Row]) -> "_PrefixPlan":
+        needed = {id(row.prefix): row.prefix for row in rows}
+        place = {id(held): index for index, held in enumerate(self._held) if held and id(held) in needed}
+        free = [index for index, held in enumerate(self._held) if held is None or id(held) not in needed]
+        new = [prefix for key, prefix in needed.items() if key not in place]
+        self._reserve(len(place) + len(new), max(prefix.k_LGSD.shape[2] for prefix in needed.values()))
+        free += range(len(self._held), self._k[0].shape[0])
+        self._held += [None] * (self._k[0].shape[0] - len(self._held))
+        for prefix, index in zip(new, free, strict=False):
+            self._held[index] = prefix
+            place[id(prefix)] = index
+            for layer in range(self._config.layers):
+                self._k[layer][index, :, : prefix.k_LGSD.shape[2]] = prefix.k_LGSD[layer]
+                self._v[layer][index, :, : prefix.v_LGSD.shape[2]] = prefix.v_LGSD[layer]
+        return _PrefixPlan(self._config, self._k, self._v, place, rows)
+
+    def _reserve(self, prefixes: int, keys: int) -> None:
+        have, _, have_keys, _ = self._k[0].shape
+        if prefixes <= have and keys <= have_keys:
+            return
+        more = (
+            padded(max(prefixes, have), 8),
+            self._config.heads_kv,
+            max(keys, have_keys),
+            self._config.head_width,
+        )
+        for stack in (self._k, self._v):
+            for layer, old in enumerate(stack):
+                stack[layer] = torch.zeros(more)
+                stack[layer][:have, :, :have_keys] = old
+
+
+class _PrefixPlan:
+    """The queries of one `extend` over the stacked prefixes."""
+
+    def __init__(
+        self, config: ModelConfig, k: list[Tensor], v: list[Tensor], place: dict[int, int], rows: list[Row]
+    ) -> None:
+        self._k, self._v = k, v
+        self._units = max(place.values()) + 1
+        length_U = torch.zeros(self._units, dtype=torch.int64)
+        filled = [0] * self._units
+        unit_N, row_N = [], []
+        for row in rows:
+            unit = place[id(row.prefix)]
+            length_U[unit] = len(row.prefix.tokens)
+            for _ in row.tokens:
+                unit_N.append(unit)
+                row_N.append(filled[unit])
+                filled[unit] += 1
+        self._keys = padded(int(length_U.max()), KEY_BLOCK)
+        self._hidden = attention.beyond(length_U, self._keys, config.heads_kv)
+        self._layout = attention.layout(
+            torch.tensor(unit_N),
+            torch.tensor(row_N),
+            self._units,
+            max(filled),
+            config.heads_kv,
+            config.query_rows,
+        )
+
+    def keys(self, layer: int) -> Keys:
+        k, v = (stack[layer][: self._units].flatten(0, 1)[:, : self._keys] for stack in (self._k, self._v))
+        return Keys(k, v, self._hidden, self._layout)
+
+
+def _whole(config: ModelConfig, tokens: int) -> tuple[attention.Layout, Tensor]:
+    """Layout and hidden keys of a prompt over itself."""
+    at_N = torch.arange(tokens)
+    place = attention.layout(torch.zeros_like(at_N), at_N, 1, tokens, config.heads_kv, config.query_rows)
+    keys = padded(tokens, KEY_BLOCK)
+    return place, attention.causal(
+        config.query_rows, tokens, keys, torch.zeros(1, dtype=torch.int64), config.heads_kv
+    )
+
+
+def _tile(tokens: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+    """Both as tensors, padded with zeros to the row tile once, so that no layer has to."""
+    missing = -len(tokens) % ROW_TILE
+    return torch.tensor(tokens + [0] * missing), torch.tensor(positions + [0] * missing)
