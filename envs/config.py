@@ -14,8 +14,8 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True):
     """auto: namespaces, else Landlock. limits: neither and no seccomp; only ever chosen by name."""
     servers: int = 1
     """Fork servers, each running one job at a time."""
-    check_cpu_ms: int = 500
-    """Processor time of one check."""
+    check_cpu_ms: int = 250
+    """Processor time of one check: five times what the slowest task in the index may take."""
     wall_ms: int = 3000
     """A child silent for this long is killed."""
     cpu_s: int = 120

@@ -27,6 +27,7 @@ from headrace.envs.blind import BlindLoader
 
 REQUEST_BYTES_MAX = 8 << 20
 _LAST = {"load", "time", "memory", "flood"}  # kinds after which a candidate has no more frames
+_LOOK_S = 0.05  # how often a silent child is looked at
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -94,7 +95,7 @@ def _run(job: dict[str, Any], config: dict[str, Any]) -> list[list[Any]]:
             _child(job, first, writable, config)
         os.close(writable)
         try:
-            first = _Supervision(job, first, frames, config["wall_ms"] / 1000).follow(readable, pid)
+            first = _Supervision(job, first, frames, config).follow(readable, pid)
         finally:
             os.close(readable)
     return frames
@@ -134,21 +135,27 @@ def _child(job: dict[str, Any], first: int, pipe: int, config: dict[str, Any]) -
 class _Supervision:
     """Reads one child's frames until it is through, dead, silent for too long, or out of order."""
 
-    def __init__(self, job: dict[str, Any], first: int, frames: list[list[Any]], wall_s: float) -> None:
+    def __init__(
+        self, job: dict[str, Any], first: int, frames: list[list[Any]], config: dict[str, Any]
+    ) -> None:
         self._ends = len(job["checks"]) - 1, len(job["candidates"])
         self._first = first
         self._next = (first, -2)
         self._frames = frames
-        self._wall_s = wall_s
+        self._wall_s = config["wall_ms"] / 1000
+        self._cpu_s = 2 * config["check_cpu_ms"] / 1000  # by then the child's own timer should have rung
         self._buffer = b""
 
     def follow(self, pipe: int, pid: int) -> int:
         """The candidate to go on with in a new child; the number of candidates when all are through."""
         end = ""
-        deadline = time.monotonic() + self._wall_s
+        quiet_s, used_s = time.monotonic(), _cpu_s(pid)
         while not end and self._next[0] < self._ends[1]:
-            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                end = "hang"
+            if not select.select([pipe], [], [], _LOOK_S)[0]:
+                if time.monotonic() - quiet_s > self._wall_s:
+                    end = "hang"
+                elif _cpu_s(pid) - used_s > self._cpu_s:
+                    end = "time"
             elif not (chunk := os.read(pipe, 1 << 16)):
                 end = "crash"
             else:
@@ -156,7 +163,7 @@ class _Supervision:
                 progressed = len(self._frames)
                 end = self._take_frames()
                 if len(self._frames) != progressed:
-                    deadline = time.monotonic() + self._wall_s
+                    quiet_s, used_s = time.monotonic(), _cpu_s(pid)
         killed = _bury(pid, patience_s=0.5 if end == "crash" else 0.0)
         number, check = self._next
         if number == self._ends[1]:
@@ -197,6 +204,14 @@ class _Supervision:
             self._frames.append([number, check, kind, text])
         through = check == self._ends[0] or kind in _LAST
         self._next = (number + 1, -1) if through and check > -2 else (number, check + 1)
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far; 0 where the system doesn't tell."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # its CPUCLOCK_SCHED, as clock_getcpuclockid(3) makes it
+    except OSError:
+        return 0.0
 
 
 def _bury(pid: int, patience_s: float) -> int:
