@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from headrace.bus import open_bus
-from headrace.bus.protocol import Bus, Message
+from headrace.bus.protocol import Bus, Message, TopicPartition, partition_of
 from headrace.clock import SystemClock
 from headrace.consumers.arena import Arena
 from headrace.envs.checks import Check, Outcome
@@ -137,11 +137,11 @@ async def plus(request: Generation, member: int) -> tuple[int, ...]:
     return call("+" if member % 2 == 0 or second else "-")
 
 
-def prompt(number: int, **changes: object) -> Prompt:
+def prompt(number: int, run: str = "r", **changes: object) -> Prompt:
     now_ms = SystemClock().now_ms()
     fields: dict[str, object] = {
-        "run": "r",
-        "group_id": f"r-{number:07d}",
+        "run": run,
+        "group_id": f"{run}-{number:07d}",
         "env": "doctest",
         "task_id": "t",
         "seed": number,
@@ -162,39 +162,47 @@ async def a_bus(address: str = "sqlite::memory:", session_ms: int = 2_000) -> As
         yield bus
 
 
-async def issue(bus: Bus, *prompts: Prompt, partition: int | None = None) -> None:
-    messages = []
+async def issue(bus: Bus, *prompts: Prompt, partition: int | None = None) -> dict[TopicPartition, int]:
+    """Puts prompts on the log; the positions behind the last one of each partition."""
+    positions: dict[TopicPartition, int] = {}
     for item in prompts:
         value, headers = encode(item, source="test", now_ms=0)
-        messages.append(Message(PROMPTS.name, item.group_id.encode(), value, headers, partition))
-    await bus.produce(messages)
+        key = item.group_id.encode()
+        [offset] = await bus.produce([Message(PROMPTS.name, key, value, headers, partition)])
+        place = partition_of(key, PROMPTS.partitions) if partition is None else partition
+        positions[TopicPartition(PROMPTS.name, place)] = offset + 1
+    return positions
 
 
 async def on_log(bus: Bus, topic: str) -> list[Record]:
     found: list[Record] = []
-    for tp, end in (await bus.ends([topic])).items():
-        async for delivery in bus.read_range(tp, 0, end):
+    begins, ends = await bus.begins([topic]), await bus.ends([topic])
+    for tp, end in ends.items():
+        async for delivery in bus.read_range(tp, begins[tp], end):
             assert delivery.value is not None
             found.append(decode(topic, delivery.value, delivery.headers))
     return found
 
 
-async def steps(bus: Bus) -> list[RolloutStep]:
-    return [r for r in await on_log(bus, ROLLOUT_STEPS.name) if isinstance(r, RolloutStep)]
+async def steps(bus: Bus, run: str = "r") -> list[RolloutStep]:
+    found = await on_log(bus, ROLLOUT_STEPS.name)
+    return [record for record in found if isinstance(record, RolloutStep) and record.run == run]
 
 
-async def failures(bus: Bus) -> list[GroupFailed]:
-    return [r for r in await on_log(bus, ROLLOUT_STEPS.name) if isinstance(r, GroupFailed)]
+async def failures(bus: Bus, run: str = "r") -> list[GroupFailed]:
+    found = await on_log(bus, ROLLOUT_STEPS.name)
+    return [record for record in found if isinstance(record, GroupFailed) and record.run == run]
 
 
-async def rewards(bus: Bus) -> list[Reward]:
-    return [r for r in await on_log(bus, REWARDS.name) if isinstance(r, Reward)]
+async def rewards(bus: Bus, run: str = "r") -> list[Reward]:
+    found = await on_log(bus, REWARDS.name)
+    return [record for record in found if isinstance(record, Reward) and record.run == run]
 
 
-async def whole_groups(bus: Bus) -> dict[str, set[int]]:
+async def whole_groups(bus: Bus, run: str = "r") -> dict[str, set[int]]:
     """Attempts, by group, of which every member's last step and both components are on the log."""
-    ended = {(s.group_id, s.attempt, s.member) for s in await steps(bus) if s.last}
-    scored = {(r.group_id, r.attempt, r.member, r.component) for r in await rewards(bus)}
+    ended = {(s.group_id, s.attempt, s.member) for s in await steps(bus, run) if s.last}
+    scored = {(r.group_id, r.attempt, r.member, r.component) for r in await rewards(bus, run)}
     whole: dict[str, set[int]] = {}
     for group_id, attempt in {(g, a) for g, a, _ in ended}:
         if all((group_id, attempt, m) in ended for m in (0, 1)) and all(

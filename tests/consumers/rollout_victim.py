@@ -22,7 +22,7 @@ async def says(request: Generation, member: int) -> tuple[int, ...]:
 async def main() -> None:
     async with open_bus(sys.argv[1], session_ms=1_000) as bus:
         config = RolloutsConfig(groups_in_flight=4)
-        worker = Worker(bus, RunConfig(name="r"), config, [Model(says)], arena(), "victim")
+        worker = Worker(bus, RunConfig(name=sys.argv[2]), config, [Model(says)], arena(), "victim")
         await worker.serve(asyncio.Event())
 
 

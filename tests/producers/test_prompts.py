@@ -1,11 +1,11 @@
-"""The prompt feed: order, bound, restarts, fencing. On the embedded log."""
+"""The prompt feed: order, bound, restarts, fencing; what touches the log also on Kafka."""
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,27 @@ async def a_bus(address: str = "sqlite::memory:") -> AsyncIterator[Bus]:
         yield bus
 
 
+@pytest.fixture(params=["sqlite", pytest.param("kafka", marks=pytest.mark.kafka)])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "kafka":
+        return f"kafka:{request.getfixturevalue('kafka')}"
+    return f"sqlite:{tmp_path / 'bus.sqlite'}"
+
+
+@pytest.fixture
+def run() -> RunConfig:
+    """A run of this test alone: a broker is shared."""
+    return msgspec.structs.replace(RUN, name=uuid.uuid4().hex[:8])
+
+
 async def issued(bus: Bus, run: str = "r") -> list[Prompt]:
     """All prompts of a run on the log, by id."""
     found = []
     for tp, end in (await bus.ends([PROMPTS.name])).items():
         async for delivery in bus.read_range(tp, 0, end):
-            assert delivery.value is not None
-            record = decode(PROMPTS.name, delivery.value, delivery.headers)
-            if isinstance(record, Prompt) and record.run == run:
+            if prompts.counter_of(run, (delivery.key or b"").decode()) is not None:
+                record = decode(PROMPTS.name, delivery.value or b"", delivery.headers)
+                assert isinstance(record, Prompt)
                 found.append(record)
     return sorted(found, key=lambda prompt: prompt.group_id)
 
@@ -68,13 +81,13 @@ async def feeding(bus: Bus, run: RunConfig = RUN, config: PromptsConfig = CONFIG
         await asyncio.wait_for(task, 10)
 
 
-async def has(bus: Bus, count: int) -> None:
-    await until(lambda: _at_least(bus, count))
-    assert len(await issued(bus)) == count
+async def has(bus: Bus, count: int, run: str = "r") -> None:
+    await until(lambda: _at_least(bus, count, run))
+    assert len(await issued(bus, run)) == count
 
 
-async def _at_least(bus: Bus, count: int) -> bool:
-    return len(await issued(bus)) >= count
+async def _at_least(bus: Bus, count: int, run: str = "r") -> bool:
+    return len(await issued(bus, run)) >= count
 
 
 async def put(bus: Bus, topic: str, record: Record) -> None:
@@ -95,9 +108,9 @@ def published(version: int, run: str = "r") -> WeightsPublished:
     )
 
 
-def trained(step: int, group_ids: Sequence[str] = ()) -> TrainStep:
+def trained(step: int, group_ids: Sequence[str] = (), run: str = "r") -> TrainStep:
     return TrainStep(
-        run="r",
+        run=run,
         step=step,
         version_from=step - 1,
         version_to=step,
@@ -122,8 +135,8 @@ def trained(step: int, group_ids: Sequence[str] = ()) -> TrainStep:
     )
 
 
-def ids(count: int) -> list[str]:
-    return [f"r-{i:07d}" for i in range(count)]
+def ids(count: int, run: str = "r") -> list[str]:
+    return [f"{run}-{i:07d}" for i in range(count)]
 
 
 def test_order_is_shuffled_epochs() -> None:
@@ -163,25 +176,26 @@ def test_counter_of() -> None:
     assert prompts.counter_of("a.c", "abc-0000041") is None
 
 
-def test_feed_keeps_the_bound() -> None:
+def test_feed_keeps_the_bound(address: str, run: RunConfig) -> None:
     """12 prompts before any step, 16 once version 1 is announced; the feed ends by itself with the 24th."""
 
     async def case() -> None:
-        async with a_bus() as bus:
+        async with a_bus(address) as bus:
             feed = asyncio.create_task(
-                prompts.run(bus, RUN, CONFIG, asyncio.Event(), env=ENV, task_ids=TASKS)
+                prompts.run(bus, run, CONFIG, asyncio.Event(), env=ENV, task_ids=TASKS)
             )
-            await has(bus, 12)
-            await put(bus, WEIGHTS.name, published(0))
+            await has(bus, 12, run.name)
+            await put(bus, WEIGHTS.name, published(0, run.name))
             await put(bus, WEIGHTS.name, published(7, run="other"))
-            await put(bus, WEIGHTS.name, published(1))
-            await has(bus, 16)
-            await put(bus, TRAIN_STEPS.name, trained(2))
-            await has(bus, 20)
-            await put(bus, TRAIN_STEPS.name, trained(5))
+            await put(bus, WEIGHTS.name, published(1, run.name))
+            await has(bus, 16, run.name)
+            await put(bus, TRAIN_STEPS.name, trained(2, run=run.name))
+            await has(bus, 20, run.name)
+            await put(bus, TRAIN_STEPS.name, trained(5, run=run.name))
             await asyncio.wait_for(feed, 10)
-            assert [p.group_id for p in await issued(bus)] == ids(24)
-            assert [p.weights_version for p in await issued(bus)] == [0] * 12 + [1] * 4 + [2] * 4 + [5] * 4
+            found = await issued(bus, run.name)
+            assert [p.group_id for p in found] == ids(24, run.name)
+            assert [p.weights_version for p in found] == [0] * 12 + [1] * 4 + [2] * 4 + [5] * 4
 
     asyncio.run(case())
 
@@ -207,19 +221,20 @@ def test_prompt_fields() -> None:
     asyncio.run(case())
 
 
-def test_restart_goes_on() -> None:
+def test_restart_goes_on(address: str, run: RunConfig) -> None:
     """A feed started again issues nothing that is out already, and skips nothing."""
 
     async def case() -> None:
-        async with a_bus() as bus:
-            async with feeding(bus):
-                await has(bus, 12)
-            await put(bus, WEIGHTS.name, published(2))
-            async with feeding(bus):
-                await has(bus, 20)
-            assert [p.group_id for p in await issued(bus)] == ids(20)
-            order = prompts.TaskOrder(TASKS, RUN.seed)
-            assert [p.task_id for p in await issued(bus)] == [order[i] for i in range(20)]
+        async with a_bus(address) as bus:
+            async with feeding(bus, run):
+                await has(bus, 12, run.name)
+            await put(bus, WEIGHTS.name, published(2, run.name))
+            async with feeding(bus, run):
+                await has(bus, 20, run.name)
+            found = await issued(bus, run.name)
+            assert [p.group_id for p in found] == ids(20, run.name)
+            order = prompts.TaskOrder(TASKS, run.seed)
+            assert [p.task_id for p in found] == [order[i] for i in range(20)]
 
     asyncio.run(case())
 
@@ -255,19 +270,27 @@ async def _has_run(bus: Bus, run: str, count: int) -> bool:
     return len(await issued(bus, run)) == count
 
 
-def test_second_feed_fences_the_first() -> None:
-    """The older feed of a run ends as fenced, with nothing issued twice."""
+def test_second_feed_fences_the_first(address: str, run: RunConfig) -> None:
+    """While a run goes on, a second feed ends the first as fenced; together they issue every prompt once."""
 
     async def case() -> None:
-        async with a_bus() as bus:
-            old = asyncio.create_task(prompts.run(bus, RUN, CONFIG, asyncio.Event(), env=ENV, task_ids=TASKS))
-            await has(bus, 12)
-            async with feeding(bus):
-                await put(bus, WEIGHTS.name, published(1))
-                await has(bus, 16)
+        async with a_bus(address) as bus:
+            endless = msgspec.structs.replace(run, steps_max=10_000)
+            old = asyncio.create_task(
+                prompts.run(bus, endless, CONFIG, asyncio.Event(), env=ENV, task_ids=TASKS)
+            )
+            await has(bus, 12, run.name)
+            async with feeding(bus, endless):
+                version = 0
+                async with asyncio.timeout(20):
+                    while not old.done():
+                        version += 1
+                        await put(bus, WEIGHTS.name, published(version, run.name))
+                        await has(bus, 12 + 4 * version, run.name)
                 with pytest.raises(Fenced):
-                    await asyncio.wait_for(old, 10)
-            assert [p.group_id for p in await issued(bus)] == ids(16)
+                    await old
+            found = await issued(bus, run.name)
+            assert [p.group_id for p in found] == ids(12 + 4 * version, run.name)
 
     asyncio.run(case())
 
@@ -359,7 +382,8 @@ from headrace.producers.config import PromptsConfig
 
 async def main():
     async with open_bus(sys.argv[1]) as bus:
-        run = RunConfig(name="r", seed=7, steps_max=100, groups_per_step=4, lag_versions_max=99)
+        last = int(sys.argv[3])
+        run = RunConfig(name=sys.argv[2], steps_max=last, groups_per_step=1, lag_versions_max=last)
         config, stop = PromptsConfig(batch_max=1), asyncio.Event()
         await prompts.run(bus, run, config, stop, env=EnvConfig(), task_ids=["a", "b", "c"])
 
@@ -367,22 +391,20 @@ asyncio.run(main())
 """
 
 
-def test_killed(tmp_path: Path) -> None:
-    """Killed with SIGKILL twice between its transactions, the feed has issued every prompt once in the
+def test_killed(address: str, run: RunConfig) -> None:
+    """Killed with SIGKILL between its transactions, twice, the feed has issued every prompt once in the
     end."""
-    address = f"sqlite:{tmp_path / 'bus.sqlite'}"
+    counts = (8, 20, 60) if address.startswith("kafka") else (40, 120, 400)
 
     async def case() -> None:
         async with a_bus(address) as bus:
-            for count in (40, 120, 400):
-                child = subprocess.Popen(  # noqa: ASYNC220 - a fork, not a wait
-                    [sys.executable, "-c", CHILD, address], env=os.environ | {"OMP_NUM_THREADS": "1"}
-                )
+            for count in counts:
+                child = subprocess.Popen([sys.executable, "-c", CHILD, address, run.name, str(counts[-1])])  # noqa: ASYNC220 - a fork
                 try:
-                    await until(lambda count=count: _at_least(bus, count))  # type: ignore[misc]
+                    await until(lambda count=count: _at_least(bus, count, run.name), 60)  # type: ignore[misc]
                 finally:
                     child.send_signal(signal.SIGKILL)
                     child.wait(10)
-            assert [p.group_id for p in await issued(bus)] == ids(400)
+            assert [p.group_id for p in await issued(bus, run.name)] == ids(counts[-1], run.name)
 
     asyncio.run(case())
