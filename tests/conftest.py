@@ -1,7 +1,7 @@
 """The broker that tests marked `kafka` run against, and the line in the summary that says whether they did.
 
-`HEADRACE_KAFKA=host:port` names a broker; otherwise one is started from Maven's jars in a temporary directory.
-Without Java these tests are skipped, and the summary says so aloud.
+`HEADRACE_KAFKA=host:port` names a broker; otherwise one is started from Maven's jars in a temporary
+directory. Without Java these tests are skipped, and the summary says so aloud.
 """
 
 import os

@@ -43,7 +43,7 @@ class TestKafka(BusContract):
     async def recreate(self, address: str, topic: Topic) -> None:
         async with operator(address) as client:
             await client.delete_topics([topic.name])
-            while topic.name in await client.list_topics():
-                await asyncio.sleep(0.02)  # noqa: ASYNC110 - the broker deletes
+            while topic.name in await client.list_topics():  # noqa: ASYNC110 - the broker deletes
+                await asyncio.sleep(0.02)
         async with open_bus(address) as bus:
             await bus.create_topics([topic])

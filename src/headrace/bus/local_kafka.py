@@ -86,17 +86,11 @@ def up(directory: Path, port: int = 0) -> str:
         if not properties.exists():
             _format(directory, jars, port or _free_port())
         address = (directory / "address").read_text()
-        with (directory / "kafka.log").open("ab") as log:
-            broker = subprocess.Popen(
-                ["java", *_JVM, *_classpath(jars), "kafka.Kafka", str(properties)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=directory,
-                start_new_session=True,
-            )
-        (directory / "kafka.pid").write_text(str(broker.pid))
-        _wait_until_up(directory, broker, address)
+        pid = _spawn(
+            ["java", *_JVM, *_classpath(jars), "kafka.Kafka", str(properties)], directory / "kafka.log"
+        )
+        (directory / "kafka.pid").write_text(str(pid))
+        _wait_until_up(directory, pid, address)
         return address
 
 
@@ -185,12 +179,19 @@ def _format(directory: Path, jars: Path, port: int) -> None:
     unfinished.rename(properties)
 
 
-def _wait_until_up(directory: Path, broker: "subprocess.Popen[bytes]", address: str) -> None:
+def _spawn(command: list[str], log: Path) -> int:
+    """A process in a session of its own, that outlives us."""
+    null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    out = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    error = (os.POSIX_SPAWN_DUP2, 1, 2)
+    return os.posix_spawnp(command[0], command, os.environ, file_actions=[null, out, error], setsid=True)
+
+
+def _wait_until_up(directory: Path, pid: int, address: str) -> None:
     deadline_s = time.monotonic() + START_S
     while not _answers(address):
-        if broker.poll() is not None or time.monotonic() > deadline_s:
-            broker.kill()
-            broker.wait()
+        if not _alive(pid) or time.monotonic() > deadline_s:
+            down(directory)
             end = (directory / "kafka.log").read_text(errors="replace")[-2000:]
             raise BusUnavailable(
                 f"{directory}: expected a broker at {address} within {START_S:g} s, its log ends: {end}"

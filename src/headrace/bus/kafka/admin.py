@@ -14,7 +14,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError, UnknownTopicOrPartitionError, for_code
 
 from headrace.bus.kafka.connection import Connection
-from headrace.bus.kafka.reading import consumer_of
+from headrace.bus.kafka.reading import consumer_of, stop
 from headrace.bus.protocol import Difference, PartitionInfo, TopicPartition
 from headrace.errors import TopicMismatch
 from headrace.wire.topics import FOR_EVER, Topic
@@ -58,7 +58,7 @@ class Admin:
 
     async def stop(self) -> None:
         for view in (self._committed_view, self._written_view):
-            await view.stop()
+            await stop(view)
         await self._client.close()
 
     async def partitions(self, topic: str) -> int:

@@ -54,9 +54,12 @@ class Connection:
         }
 
     async def started(
-        self, client: _T, start: Callable[[], Awaitable[object]], *, wait_s: float = CONNECT_S
+        self, client: _T, start: Callable[[], Awaitable[object]], *, wait_s: float | None = None
     ) -> _T:
-        """`client` after `start()`. Raises BusUnavailable after `wait_s`, or at once when nothing listens."""
+        """`client` after `start()`. Raises BusUnavailable after `wait_s` (CONNECT_S), or at once when nothing
+        listens.
+        """
+        wait_s = wait_s or CONNECT_S
         try:
             async with asyncio.timeout(wait_s):
                 await start()

@@ -188,7 +188,20 @@ async def running(
     try:
         yield await connection.started(consumer, consumer.start, wait_s=wait_s or connection.retry_s)
     finally:
+        await stop(consumer)
+
+
+async def stop(consumer: AIOKafkaConsumer) -> None:
+    """Stops `consumer`. With a broker gone, aiokafka lets out the cancellation of one of its own tasks
+    half-way.
+    """
+    me = asyncio.current_task()
+    try:
         await consumer.stop()
+    except asyncio.CancelledError:
+        if me is not None and me.cancelling():
+            raise
+        await consumer._client.close()
 
 
 async def _fetch(

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiokafka import AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
-from aiokafka.errors import IllegalOperation, KafkaConnectionError, KafkaError
+from aiokafka.errors import IllegalOperation, KafkaError
 
 from headrace.bus.kafka.connection import Connection
 from headrace.bus.protocol import Message, Positions, TopicPartition, check_size, partition_for
 from headrace.errors import BusError, BusUnavailable
 
 BATCH_BYTES = 1_000_000  # the broker takes 1,048,588; the first record of a batch may be larger than this
-STOP_S = 5.0
+STOP_S = 2.0
 RETRY_BACKOFF_MS = (
     20  # a transaction right behind another of the same id meets ConcurrentTransactions for a few ms
 )
@@ -207,7 +207,6 @@ async def stop(producer: AIOKafkaProducer) -> None:
 async def abandon(producer: AIOKafkaProducer) -> None:
     """Stops `producer` without waiting for what it still holds. aiokafka has no public way to do it."""
     producer._closed = True
-    producer._message_accumulator.fail_all(KafkaConnectionError("the producer was given up"))
     sender = producer._sender.sender_task
     if sender is not None:
         sender.cancel()
