@@ -276,12 +276,12 @@ class _Trainer:
 
     def _log(self, record: TrainStep) -> None:
         shown = ("loss", "reward.mean", "lag.mean", "mismatch.abs_max", "idle_share", "seconds.learn")
-        numbers = {name: record.metrics[name] for name in shown if name in record.metrics}
         log.event(
             _logger,
             "step",
+            level=logging.INFO,
             step=record.step,
             trained=len(record.admitted),
             dropped=len(record.drops),
-            **numbers,
+            **{name: record.metrics.get(name, "-") for name in shown},
         )
