@@ -83,3 +83,11 @@ def test_defaults_are_one_tree() -> None:
     defaults = msgspec.to_builtins(tree.Settings())
     assert defaults["run"] == msgspec.to_builtins(RunConfig())
     assert all(isinstance(section, dict) for section in defaults.values())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda p: p.name
+)
+def test_the_examples_load(path: Path) -> None:
+    """Each file in `configs/` changes something and has no unknown key."""
+    assert tree.load(None, files=[path], environment={}) != tree.Settings()

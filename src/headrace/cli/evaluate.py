@@ -29,7 +29,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     where = options.place(args)
     return run_process(
-        args.name, where.run_dir, lambda stop: _evaluate(where, args, stop), level=args.log_level
+        args.name,
+        where.run_dir,
+        lambda stop: _evaluate(where, args, stop),
+        module="headrace.consumers.evaluation",
+        level=args.log_level,
     )
 
 

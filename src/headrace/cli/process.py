@@ -7,6 +7,7 @@ them (`supervisor`).
 
 import asyncio
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -32,10 +33,13 @@ def run_process(
     run_dir: Path | None,
     body: Callable[[asyncio.Event], Awaitable[object]],
     *,
+    module: str,
     level: str = "info",
     stop_s: float = STOP_S,
 ) -> int:
     """Runs `body(stop)` till it ends or `stop` is set; the exit code.
+
+    `module`, what the body needs, is imported first: seconds in which a signal simply ends the process.
 
     The one place of a process where errors end: an error that Headrace names is one line of the log, any
     other is a bug and leaves its traceback there.
@@ -45,6 +49,7 @@ def run_process(
     with pid_file(name, run_dir):
         log.event(logger, "start", pid=os.getpid(), run_dir=run_dir or "-")
         try:
+            importlib.import_module(module)
             asyncio.run(_stoppable(body, stop_s))
         except HeadraceError as error:
             log.event(logger, "failed", level=logging.ERROR, error=type(error).__name__, reason=str(error))
@@ -52,6 +57,8 @@ def run_process(
         except Exception:
             logger.exception("failed")
             return 1
+        except KeyboardInterrupt:
+            return 130
         log.event(logger, "end")
         return 0
 

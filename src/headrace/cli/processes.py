@@ -40,21 +40,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    bodies: dict[str, Body] = {
-        "prompts": _prompts,
-        "rollouts": _rollouts,
-        "inference": _inference,
-        "experience": _experience,
-        "trainer": _trainer,
-        "relay": _relay,
-        "watch": _watch,
+    processes: dict[str, tuple[str, Body]] = {
+        "prompts": ("headrace.producers.prompts", _prompts),
+        "rollouts": ("headrace.consumers.rollouts", _rollouts),
+        "inference": ("headrace.inference.server", _inference),
+        "experience": ("headrace.streams.run", _experience),
+        "trainer": ("headrace.consumers.training", _trainer),
+        "relay": ("headrace.consumers.weights", _relay),
+        "watch": ("headrace.consumers.evaluation", _watch),
     }
     where = options.place(args)
     args.name = args.name or _free_name(args.command, where.run_dir)
+    module, body = processes[args.command]
     return run_process(
         args.name,
         where.run_dir,
-        lambda stop: bodies[args.command](where, args, stop),
+        lambda stop: body(where, args, stop),
+        module=module,
         level=args.log_level,
     )
 
