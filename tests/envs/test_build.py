@@ -33,7 +33,7 @@ def test_distractors_are_of_the_kind_and_never_the_original() -> None:
 
 def test_small_build_twice(tmp_path: Path) -> None:
     """One package gives the same bytes twice, and they verify; each hole's original is what the index says."""
-    config = BuildConfig(train=("inflect",), heldout=(), out=str(tmp_path / "a.zst"))
+    config = BuildConfig(train=("pyrsistent",), heldout=(), out=str(tmp_path / "a.zst"))
     report = asyncio.run(build(config, lambda text: None))
     again = msgspec.structs.replace(config, out=str(tmp_path / "b.zst"))
     asyncio.run(build(again, lambda text: None))
@@ -48,7 +48,7 @@ def test_small_build_twice(tmp_path: Path) -> None:
 def test_verify_tells_what_fails(tmp_path: Path) -> None:
     """A hole position that is off by one makes its function fail, and verify says which."""
     index = read_index()
-    entry = next(function for function in index.functions if function.distribution == "inflect")
+    entry = next(function for function in index.functions if function.distribution == "pyrsistent")
     first = entry.holes[0]
     off = msgspec.structs.replace(first, start=first.start - 1)
     moved = msgspec.structs.replace(entry, holes=(off,))
