@@ -184,7 +184,8 @@ def check(record: Record, prompt: Prompt | None) -> None:
             _expect(in_range, f"value of {record.component}", bounds, record.value)
         return
     _expect(record.step >= 0, "step", "at least 0", record.step)
-    tokens, fed = len(record.tokens_out) // 4, (len(record.tokens_in) + len(record.tokens_out)) // 4
+    tokens = len(record.tokens_out) // 4
+    fed = len(record.tokens_in) // 4 + tokens - (record.step == 0)  # a step's last output is fed in the next
     lengths = (len(record.tokens_out), len(record.logp), len(record.loss_mask))
     _expect(
         lengths == (4 * tokens, 4 * tokens, tokens), "tokens_out, logp, loss_mask", "4n, 4n, n bytes", lengths

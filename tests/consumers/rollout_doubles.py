@@ -19,8 +19,11 @@ from headrace.envs.tasks import Task
 from headrace.errors import ConfigError
 from headrace.policy import dialogue, tokenizer
 from headrace.rpc.generation import Completion, Generation
+from headrace.streams.experience import ExperienceJoin
+from headrace.streams.fold import Fold
+from headrace.streams.processor import Event
 from headrace.wire.codec import decode, encode
-from headrace.wire.records import GroupFailed, Prompt, Record, Reward, RolloutStep, Sampling, Span
+from headrace.wire.records import Experience, GroupFailed, Prompt, Record, Reward, RolloutStep, Sampling, Span
 from headrace.wire.topics import PROMPTS, REWARDS, ROLLOUT_STEPS, TOPICS
 
 LAYERS, TOP_K = 2, 1
@@ -210,6 +213,24 @@ async def whole_groups(bus: Bus, run: str = "r") -> dict[str, set[int]]:
         ):
             whole.setdefault(group_id, set()).add(attempt)
     return whole
+
+
+async def joined(bus: Bus, run: str = "r", *, now_ms: int = 0) -> list[Experience]:
+    """What the experience join makes of the log by `now_ms`, in the order of closing."""
+    fold = Fold(ExperienceJoin())
+    events = []
+    for topic in (PROMPTS.name, ROLLOUT_STEPS.name, REWARDS.name):
+        begins, ends = await bus.begins([topic]), await bus.ends([topic])
+        for tp, end in ends.items():
+            async for d in bus.read_range(tp, begins[tp], end):
+                if (d.key or b"").startswith(run.encode()):
+                    record = decode(topic, d.value or b"", d.headers)
+                    events.append(Event(topic, d.partition, d.offset, d.timestamp_ms, record))
+    for event in sorted(events, key=lambda event: event.at_ms):
+        fold.apply(event)
+    while fold.advance(now_ms):
+        pass
+    return [output.record for output in fold.drain().outputs if isinstance(output.record, Experience)]
 
 
 async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:

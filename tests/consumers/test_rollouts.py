@@ -20,6 +20,7 @@ from rollout_doubles import (
     call,
     failures,
     issue,
+    joined,
     on_log,
     plus,
     prompt,
@@ -98,6 +99,9 @@ def test_groups_are_rolled_out() -> None:
             values = {(r.member, r.component): r.value for r in await rewards(bus)}
             assert values == {(0, "tests"): 1.0, (0, "format"): 1.0, (1, "tests"): 0.5, (1, "format"): 1.0}
             assert len(await rewards(bus)) == 12 * 4
+            closed = await joined(bus)
+            assert [(e.closed, e.missing) for e in closed] == [("complete", ())] * 12
+            assert {tuple(round(r.reward or 0, 6) for r in e.rollouts) for e in closed} == {(1.1, 0.6)}
 
     asyncio.run(case())
 
@@ -246,6 +250,9 @@ def test_sandbox_fails_always() -> None:
                 ("r-0000002", "sandbox: died"),
             }
             assert await rewards(bus) == [] and await steps(bus) == []
+            assert {(e.closed, e.reason, e.rollouts) for e in await joined(bus)} == {
+                ("failed", "sandbox: died", ())
+            }
 
     asyncio.run(case())
 
@@ -531,6 +538,11 @@ def test_killed_in_the_middle_of_a_group(address: str, run: RunConfig) -> None:
             assert sorted(whole) == [f"{run.name}-{i:07d}" for i in range(6)]
             assert all(len(attempts) == 1 for attempts in whole.values())
             assert all(min(whole[group_id]) > attempt for group_id, attempt in torn.items())
+            closed = {e.group_id: (e.closed, e.missing) for e in await joined(bus, run.name)}
+            assert closed == dict.fromkeys(whole, ("complete", ()))
+            assert {r.attempt for e in await joined(bus, run.name) for r in e.rollouts} == {
+                attempt for attempts in whole.values() for attempt in attempts
+            }
 
     asyncio.run(case())
 

@@ -148,11 +148,11 @@ def test_closed_groups_are_bounded() -> None:
         (step("g", 0, -1), "step: expected at least 0"),
         (msgspec.structs.replace(step("g", 0, 0), logp=b"1234"), "tokens_out, logp, loss_mask"),
         (
-            msgspec.structs.replace(step("g", 0, 0), routes=b"1", routes_shape=(3, 1, 1)),
-            "routes_shape: expected 4 tokens",
+            msgspec.structs.replace(step("g", 0, 0), routes=b"1", routes_shape=(4, 1, 1)),
+            "routes_shape: expected 3 tokens",
         ),
         (
-            msgspec.structs.replace(step("g", 0, 0), routes=b"1", routes_shape=(4, 1, 2)),
+            msgspec.structs.replace(step("g", 0, 0), routes=b"1", routes_shape=(3, 1, 2)),
             r"routes: expected u8 or u16",
         ),
         (reward("g", 0, "tests", float("nan")), "value of tests"),
