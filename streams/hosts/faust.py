@@ -21,6 +21,7 @@ from typing import Any
 
 import faust
 import msgspec
+from faust.app import BootStrategy
 from faust.streams import _current_event
 from faust.types import TP
 
@@ -108,7 +109,14 @@ def stream_app(
     return app
 
 
+class _Boot(BootStrategy):
+    enable_web = (
+        False  # the worker's command line turns the server on, whatever the settings say: it shows tables
+    )
+
+
 class _App(faust.App):
+    BootStrategy = _Boot
     brokers: str
 
     async def on_first_start(self) -> None:
@@ -165,29 +173,31 @@ class FaustHost:
                 event.ack()
 
     async def tick(self) -> None:
-        """Fires the timers of partitions whose inputs are silent."""
-        async with self._one_at_a_time:
-            if self._app.rebalancing or not self._app.flow_control.is_active():
-                return
-            try:
-                for tp in self._app.consumer.assignment():
-                    if tp.topic == self._processor.inputs[0].name:
-                        await self._tick(tp.partition)
-            except Exception:
-                _die()
-
-    async def _tick(self, partition: int) -> None:
-        due_ms = self._fold(partition).due_ms
-        quiet_since_s = time.monotonic() - self._config.quiet_ms / 1000
-        now_ms = self._clock.now_ms() - self._config.quiet_ms
-        if due_ms is None or due_ms > now_ms or self._heard_s[partition] > quiet_since_s:
+        """Fires the timers of partitions whose inputs were read to their end and are silent."""
+        if self._app.rebalancing or not self._app.flow_control.is_active():
             return
-        inputs = [TP(topic.name, partition) for topic in self._processor.inputs]
+        now_ms = self._clock.now_ms() - self._config.quiet_ms
+        assigned = self._app.consumer.assignment()
+        first = self._processor.inputs[0].name
+        due = {tp.partition for tp in assigned if tp.topic == first and self._quiet(tp.partition, now_ms)}
+        inputs = [TP(topic.name, partition) for topic in self._processor.inputs for partition in due]
+        if not inputs:
+            return
+        # Not under the lock: the broker answers after the fetcher's long poll, a second or two.
         ends = await self._app.consumer.highwaters(*inputs)
-        for tp in inputs:
-            if (await self._app.consumer.position(tp) or 0) < (ends[tp] or 0):
-                return
-        await self._advance(partition, now_ms)
+        behind = {tp.partition for tp in inputs if (await self._app.consumer.position(tp) or 0) < ends[tp]}
+        async with self._one_at_a_time:
+            for partition in due - behind:
+                if partition in self._folds and self._quiet(partition, now_ms):
+                    try:
+                        await self._advance(partition, now_ms)
+                    except Exception:
+                        _die()
+
+    def _quiet(self, partition: int, now_ms: int) -> bool:
+        due_ms = self._fold(partition).due_ms
+        quiet_s = time.monotonic() - self._heard_s[partition]
+        return due_ms is not None and due_ms <= now_ms and quiet_s >= self._config.quiet_ms / 1000
 
     def _applied(self, events: Sequence[Any]) -> list[Message]:
         """Folds `events`; the letters of those that could not be."""
