@@ -262,10 +262,10 @@ def _spans(tree: ast.AST, tokens: list[_Token], place: _Places) -> Iterator[tupl
             end = place.of_node(node)[1]
             yield "attribute", end - len(node.attr), end
         elif isinstance(node, ast.Call):
-            for argument in [*node.args, *node.keywords]:
+            arguments: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
+            for argument in arguments:
                 yield "argument", *place.of_node(argument)
-        loaded = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if isinstance(node, ast.expr) and type(node) in _COMPOUND and loaded:
+        if isinstance(node, _COMPOUND) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             start, end = place.of_node(node)
             if start in starts and end in ends:
                 yield "expression", start, end
