@@ -32,7 +32,7 @@ def key(*parts: str | int) -> int:
 
 def uniform_bits(keys: Tensor | int, counters: Tensor) -> Tensor:
     """64 random bits as int64 for each counter (int64); `keys` (int64) broadcasts against `counters`."""
-    return _mix(_mix(counters * _GOLDEN) + keys)
+    return _mix(_mix((counters + 1) * _GOLDEN) + keys)  # + 1: zero would mix to zero
 
 
 def uniform(keys: Tensor | int, counters: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def uniform(keys: Tensor | int, counters: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def gumbel(key_R: Tensor, position_R: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise, float32 `[R, V]`: row r depends on `key_R[r]` and `position_R[r]` (int64) alone."""
+    """Standard Gumbel noise, float32 `[R, V]`: row r depends on `key_R[r]` and `position_R[r]` alone (int64)."""
     row_R1 = uniform_bits(key_R, position_R).unsqueeze(1)
     columns_V = _columns(-(-vocabulary // _LANES) * _LANES)
     noise_RV = torch.empty(len(key_R), len(columns_V))
@@ -56,7 +56,7 @@ def gumbel(key_R: Tensor, position_R: Tensor, vocabulary: int) -> Tensor:
 
 @functools.cache
 def _columns(count: int) -> Tensor:
-    return _mix(torch.arange(count) * _GOLDEN)
+    return _mix((torch.arange(count) + 1) * _GOLDEN)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""The delta of weights is lossless on bit patterns, and refuses what it was not made for."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import PolicyError
+from headrace.kernels import delta
+from headrace.policy.checkpoint import weights_root
+
+Weights = dict[str, torch.Tensor]
+
+
+def _bits(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def _pattern(weights: Weights) -> dict[str, list[int]]:
+    return {name: tensor.view(torch.int16).flatten().tolist() for name, tensor in weights.items()}
+
+
+def test_minus_zero_infinities_and_nan_payloads_survive() -> None:
+    """Every bit pattern arrives: +0 to -0, to infinity, and to two different NaNs."""
+    base = {"w": _bits([0x0000, 0x8000, 0x3F80, 0x3F80, 0x3F80])}
+    new = {"w": _bits([0x8000, 0x0000, 0x7F80, 0x7FC1, -1])}
+    assert _pattern(delta.apply(base, delta.encode(base, new, weights_root), weights_root)) == _pattern(new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_round_trip(data: st.DataObject) -> None:
+    """Any weights from any base, sparse or dense, with gaps around 255."""
+    size = data.draw(st.sampled_from([0, 1, 254, 255, 256, 511, 1500]))
+    base_bits = data.draw(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=size, max_size=size))
+    places = data.draw(st.lists(st.integers(0, max(size - 1, 0)), max_size=8)) if size else []
+    new_bits = list(base_bits)
+    for place in places:
+        new_bits[place] = data.draw(st.integers(-(2**15), 2**15 - 1))
+    base, new = ({"a": _bits(bits), "b": _bits([1, 2]).view(2, 1)} for bits in (base_bits, new_bits))
+    blob = delta.encode(base, new, weights_root)
+    result = delta.apply(base, blob, weights_root)
+    assert _pattern(result) == _pattern(new)
+    assert result["b"].shape == (2, 1)
+
+
+def test_a_sparse_step_is_small() -> None:
+    """One element in a hundred moved by one last place: more than 40 times smaller than the weights."""
+    base = {"w": _bits(list(range(1000, 21000)))}
+    moved = base["w"].view(torch.int16).clone()
+    moved[::100] += 1
+    blob = delta.encode(base, {"w": moved.view(torch.bfloat16)}, weights_root)
+    assert len(blob) * 40 < 2 * 20000
+
+
+def test_refusals_begin_with_the_place() -> None:
+    """A wrong base, other shapes, flipped and missing bytes are refused; nothing is half applied."""
+    base = {"w": _bits([1, 2, 3, 4])}
+    new = {"w": _bits([1, 2, 3, 9])}
+    other = {"w": _bits([1, 2, 3, 5])}
+    blob = delta.encode(base, new, weights_root)
+    with pytest.raises(PolicyError, match="delta: expected base"):
+        delta.apply(other, blob, weights_root)
+    with pytest.raises(PolicyError, match="delta: expected weights"):
+        delta.encode(base, {"w": _bits([1])}, weights_root)
+    for broken in (blob[:-1], blob[:-1] + bytes([blob[-1] ^ 1]), blob[:6], b"", b"HRD1" + bytes(9)):
+        with pytest.raises(PolicyError, match="^delta: expected"):
+            delta.apply(base, broken, weights_root)
+    assert base["w"].view(torch.int16).tolist() == [1, 2, 3, 4]
+
+
+def test_a_delta_that_leads_elsewhere_is_refused() -> None:
+    """The root is checked after applying: a header that names another result does not pass."""
+    base, new = {"w": _bits([1, 2])}, {"w": _bits([1, 3])}
+    blob = delta.encode(base, new, lambda weights: hashlib.sha256(repr(_pattern(weights)).encode()).hexdigest())
+    header = delta.read_header(blob)
+    assert header.root != weights_root(new)
+    with pytest.raises(PolicyError, match="delta: expected to reach root"):
+        delta.apply(base, blob, lambda weights: header.base_root)
