@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.envs.build import BuildConfig, build, verify
 from headrace.envs.distractors import distractors
-from headrace.envs.tasks import TaskSet, read_index, write_index
+from headrace.envs.tasks import TaskSet, read_index, task_id, write_index
 from headrace.policy.source import Hole, canonical, holes
 
 
@@ -32,7 +32,7 @@ def test_distractors_are_of_the_kind_and_never_the_original() -> None:
 
 
 def test_small_build_twice(tmp_path: Path) -> None:
-    """One package gives the same bytes twice, and they verify; each hole's original is what the index says."""
+    """One package gives the same bytes twice, and what they name verifies."""
     config = BuildConfig(train=("pyrsistent",), heldout=(), out=str(tmp_path / "a.zst"))
     report = asyncio.run(build(config, lambda text: None))
     again = msgspec.structs.replace(config, out=str(tmp_path / "b.zst"))
@@ -46,12 +46,12 @@ def test_small_build_twice(tmp_path: Path) -> None:
 
 
 def test_verify_tells_what_fails(tmp_path: Path) -> None:
-    """A hole position that is off by one makes its function fail, and verify says which."""
+    """A hole that begins inside the word before it makes its function fail, and verify says which."""
     index = read_index()
-    entry = next(function for function in index.functions if function.distribution == "pyrsistent")
-    first = entry.holes[0]
-    off = msgspec.structs.replace(first, start=first.start - 1)
-    moved = msgspec.structs.replace(entry, holes=(off,))
+    task = next(task for task in TaskSet.load("heldout") if task.prefix.endswith(" return"))
+    places = [(f, h) for f in index.functions for h in f.holes if task_id(f, h) == task.task_id]
+    entry, hole = places[0]
+    moved = msgspec.structs.replace(entry, holes=(msgspec.structs.replace(hole, start=hole.start - 2),))
     path = tmp_path / "moved.zst"
     write_index(msgspec.structs.replace(index, functions=(moved,)), path)
     told: list[str] = []

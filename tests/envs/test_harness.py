@@ -1,7 +1,7 @@
 """Episodes: two tries, what is shown, what is hidden, how they end, and what they are worth."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -67,25 +67,36 @@ def call(fill: str) -> list[int]:
     return call_tokens(CODEC, fill)
 
 
-def play(
-    *turns: Sequence[int], task: Task = TASK, config: EnvConfig = CONFIG, seed: int = 0
-) -> tuple[Env, list[StepResult]]:
-    """The episode after `turns`, and the harness's answers."""
+class Stage:
+    """One warm sandbox for all episodes of this file."""
 
-    async def scenario() -> tuple[Env, list[StepResult]]:
-        async with await CountingSandbox.start(SandboxConfig(), ["toolz"]) as sandbox:
-            sandbox.programs = []  # type: ignore[attr-defined]
-            env = Env.create(task, CODEC, sandbox, config, seed)
-            return env, [await env.step(turn) for turn in turns]
+    def __init__(self, runner: asyncio.Runner, sandbox: CountingSandbox) -> None:
+        self.runner = runner
+        self.sandbox = sandbox
 
-    return asyncio.run(scenario())
+    def __call__(
+        self, *turns: Sequence[int], task: Task = TASK, config: EnvConfig = CONFIG, seed: int = 0
+    ) -> tuple[Env, list[StepResult]]:
+        """The episode after `turns`, and the harness's answers."""
+        env = Env.create(task, CODEC, self.sandbox, config, seed)
+        return env, [self.runner.run(env.step(turn)) for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Stage]:
+    with asyncio.Runner() as runner:
+        sandbox = runner.run(CountingSandbox.start(SandboxConfig(), tasks.distributions()))
+        assert isinstance(sandbox, CountingSandbox)
+        sandbox.programs = []
+        yield Stage(runner, sandbox)
+        runner.run(sandbox.stop())
 
 
 def worth(env: Env) -> dict[str, float]:
     return {score.component: score.value for score in env.rewards()}
 
 
-def test_prompt_is_the_template() -> None:
+def test_prompt_is_the_template(play: Stage) -> None:
     """The prompt is what the dialogue makes of the text around the hole."""
     env, _ = play()
     special = CODEC.special
@@ -95,7 +106,7 @@ def test_prompt_is_the_template() -> None:
     assert worth(env) == {"tests": 0.0, "format": 0.0}
 
 
-def test_first_try() -> None:
+def test_first_try(play: Stage) -> None:
     """The original passes and is worth 1; nothing is left to read."""
     env, (result,) = play(call(" n"))
     assert (result.done, result.finish, result.result_tokens, result.call) == (
@@ -107,7 +118,7 @@ def test_first_try() -> None:
     assert worth(env) == {"tests": 1.0, "format": 1.0}
 
 
-def test_second_try() -> None:
+def test_second_try(play: Stage) -> None:
     """A wrong fill shows the visible example that failed; the right one after it is worth a half."""
     env, (failed, passed) = play(call(" n + 1"), call(" n"))
     assert failed.result_text == "list(take(1, 'ab')): expected ['a'], got ['a', 'b']"
@@ -117,7 +128,7 @@ def test_second_try() -> None:
     assert worth(env) == {"tests": 0.5, "format": 1.0}
 
 
-def test_tries_end() -> None:
+def test_tries_end(play: Stage) -> None:
     """Two wrong fills end the episode; an exception is shown by its line."""
     env, (first, second) = play(call(" m"), call(" None or 2"))
     assert first.result_text == "NameError: name 'm' is not defined"
@@ -125,7 +136,7 @@ def test_tries_end() -> None:
     assert worth(env) == {"tests": 0.0, "format": 1.0}
 
 
-def test_hidden_example_counts_and_is_never_shown() -> None:
+def test_hidden_example_counts_and_is_never_shown(play: Stage) -> None:
     """A fill that meets the visible example only does not pass, and nothing of the hidden one is told."""
     for seed in range(4):
         env, (result,) = play(call(" min ( n , 1 )"), seed=seed)
@@ -137,7 +148,7 @@ def test_hidden_example_counts_and_is_never_shown() -> None:
             assert "secret" not in result.result_text and "'s'" not in result.result_text
 
 
-def test_fill_that_may_not_run() -> None:
+def test_fill_that_may_not_run(play: Stage) -> None:
     """Two fills at once, a comment, a dunder, a line break: not run, `format` says so, a try is gone."""
     for fill in (" n ) or ( n", " n # all", " n . __class__", " n\n\t import os"):
         env, (result, passed) = play(call(fill), call(" n"))
@@ -147,7 +158,7 @@ def test_fill_that_may_not_run() -> None:
         assert worth(env) == {"tests": 0.5, "format": 0.5}
 
 
-def test_turn_that_is_no_call() -> None:
+def test_turn_that_is_no_call(play: Stage) -> None:
     """Text without a call, and an empty turn, end the episode as malformed; a cut call ends it by length."""
     for turn, reason in (
         (CODEC.encode(" n"), StopReason.MALFORMED),
@@ -160,7 +171,7 @@ def test_turn_that_is_no_call() -> None:
         assert worth(env) == {"tests": 0.0, "format": 0.0}
 
 
-def test_answer_is_within_its_limit() -> None:
+def test_answer_is_within_its_limit(play: Stage) -> None:
     """A long example is cut in the middle of its longest part, never over the limit."""
     long = Check((), "list(take(2, list(range(1000, 1200, 100)) * 2 + [0] * 3))\n", "[1000, 1100]\n")
     task = Task(**{name: getattr(TASK, name) for name in TASK.__struct_fields__} | {"checks": (long,)})
@@ -169,71 +180,56 @@ def test_answer_is_within_its_limit() -> None:
     assert ": expected [1000, 1100], got [1000, " in result.result_text
 
 
-def test_prompt_over_its_limit() -> None:
+def test_prompt_over_its_limit(play: Stage) -> None:
     """A prompt that is too long is refused with its count."""
     with pytest.raises(ConfigError, match=f"at most 20 tokens, got {len(TASK.prefix + TASK.suffix) + 3}"):
         play(config=EnvConfig(prompt_tokens_max=20))
 
 
-def test_sandbox_fault_moves_nothing() -> None:
+def test_sandbox_fault_moves_nothing(play: Stage) -> None:
     """When the sandbox fails the step raises, the tries stay, and the same step can be made again."""
 
-    async def scenario() -> None:
-        async with await CountingSandbox.start(SandboxConfig(), ["toolz"]) as sandbox:
-            assert isinstance(sandbox, CountingSandbox)
-            sandbox.programs = []
-            env = Env.create(TASK, CODEC, sandbox, CONFIG)
-            sandbox.failing = True
-            with pytest.raises(SandboxError):
-                await env.step(call(" n"))
-            assert (env.tries, env.finish) == ([], None)
-            assert (await env.step(call(" n"))).finish is StopReason.PASSED
-            assert worth(env)["tests"] == 1.0
-
-    asyncio.run(scenario())
+    env, _ = play()
+    play.sandbox.failing = True
+    with pytest.raises(SandboxError):
+        play.runner.run(env.step(call(" n")))
+    assert (env.tries, env.finish) == ([], None)
+    assert play.runner.run(env.step(call(" n"))).finish is StopReason.PASSED
+    assert worth(env)["tests"] == 1.0
 
 
-def test_group_is_one_job_with_equal_fills_merged() -> None:
+def test_group_is_one_job_with_equal_fills_merged(play: Stage) -> None:
     """Eight members with three different fills, one of them not runnable, are one job of two programs."""
 
-    async def scenario() -> None:
-        async with await CountingSandbox.start(SandboxConfig(), ["toolz"]) as sandbox:
-            assert isinstance(sandbox, CountingSandbox)
-            sandbox.programs = []
-            envs = [Env.create(TASK, CODEC, sandbox, CONFIG, seed=7) for _ in range(8)]
-            results = await step_group(envs, [call(fill) for fill in (" n", " 1", " n ) (") * 3][:8])
-            assert sandbox.programs == [2]
-            assert [result.finish for result in results[:3]] == [StopReason.PASSED, None, None]
-            assert [result.result_text for result in results[1:3]] == [HIDDEN_FAILS, NOT_A_FILL]
-            await step_group([env for env in envs if not env.finish], [call(" n ) (")] * 5)
-            assert sandbox.programs == [2]
-
-    asyncio.run(scenario())
+    play.sandbox.programs = []
+    envs = [Env.create(TASK, CODEC, play.sandbox, CONFIG, seed=7) for _ in range(8)]
+    fills = [" n", " 1", " n ) (", " n", " 1", " n ) (", " n", " 1"]
+    results = play.runner.run(step_group(envs, [call(fill) for fill in fills]))
+    assert play.sandbox.programs == [2]
+    assert [result.finish for result in results[:3]] == [StopReason.PASSED, None, None]
+    assert [result.result_text for result in results[1:3]] == [HIDDEN_FAILS, NOT_A_FILL]
+    left = [env for env in envs if not env.finish]
+    play.runner.run(step_group(left, [call(" n ) (")] * len(left)))
+    assert play.sandbox.programs == [2]
 
 
-def test_order_of_examples_hangs_on_the_seed() -> None:
+def test_order_of_examples_hangs_on_the_seed(play: Stage) -> None:
     """The same seed gives the same order, and not all seeds give the same."""
     orders = [tuple(check.source for check in play(seed=seed)[0].checks) for seed in range(6)]
     assert orders[0] == tuple(check.source for check in play(seed=0)[0].checks)
     assert len(set(orders)) == 2
 
 
-def test_real_tasks_end_to_end() -> None:
+def test_real_tasks_end_to_end(play: Stage) -> None:
     """Held-out tasks of every kind: a wrong fill, then the original; no hidden example is ever shown."""
     heldout = TaskSet.load("heldout", ("operator", "constant", "name", "expression", "argument", "attribute"))
 
-    async def scenario() -> None:
-        async with await Sandbox.start(SandboxConfig(), tasks.distributions()) as sandbox:
-            for task in map(heldout.task, heldout.task_ids[::60]):
-                env = Env.create(task, CODEC, sandbox, CONFIG)
-                first = await env.step(call(" no_such_name" if task.kind != "operator" else " @"))
-                hidden = [check.source.strip() for check in task.checks if check.hidden]
-                visible = " ".join(
-                    check.source + str(check.setup) for check in task.checks if not check.hidden
-                )
-                assert not any(text in first.result_text for text in hidden if text not in visible), (
-                    task.task_id
-                )
-                assert (await env.step(call(task.fill))).finish is StopReason.PASSED, task.task_id
-
-    asyncio.run(scenario())
+    for task in map(heldout.task, heldout.task_ids[::60]):
+        _, (wrong, right) = play(
+            call(" no_such_name" if task.kind != "operator" else " @"), call(task.fill), task=task
+        )
+        visible = " ".join(check.source + str(check.setup) for check in task.checks if not check.hidden)
+        hidden = [check.source.strip() for check in task.checks if check.hidden]
+        shown = [text for text in hidden if text in wrong.result_text and text not in visible]
+        assert not shown, task.task_id
+        assert right.finish is StopReason.PASSED, task.task_id
