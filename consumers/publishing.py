@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.kernels import delta
-from headrace.policy.checkpoint import to_bf16, to_bytes
+from headrace.policy.checkpoint import to_bf16, to_bytes, weights_root
 from headrace.store.blobs import Blobs
 from headrace.trainer.state import State
 from headrace.wire.records import Encoding, WeightsPublished
@@ -35,7 +35,9 @@ def pack(state: State, previous: State | None, *, full_every: int) -> Packed:
         version=state.version,
         root=state.root,
         full=to_bytes(weights) if full else None,
-        delta=delta.encode(to_bf16(previous.masters), weights) if previous is not None else None,
+        delta=delta.encode(to_bf16(previous.masters), weights, weights_root)
+        if previous is not None
+        else None,
         base=(previous.version, previous.root) if previous is not None else None,
     )
 

@@ -137,7 +137,7 @@ def _built(announced: WeightsPublished, encoding: Encoding, data: bytes, base: H
     elif base is None:
         raise StoreError(f"{place}: expected base {encoding.base_root} to be held, got nothing")
     else:
-        weights = to_bf16(delta.apply(base.weights, data))
+        weights = to_bf16(delta.apply(base.weights, data, weights_root))
     root = weights_root(weights)
     if root != announced.root:
         raise StoreError(f"{place}: expected root {announced.root}, got {root}")

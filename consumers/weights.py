@@ -29,7 +29,8 @@ from headrace.errors import (
     StoreError,
 )
 from headrace.policy import checkpoint
-from headrace.rpc.client import InferenceClient, Loaded, ReplicaStatus
+from headrace.rpc.client import InferenceClient
+from headrace.rpc.generation import Loaded, ReplicaStatus
 from headrace.store.blobs import Blobs
 from headrace.wire.codec import encode
 from headrace.wire.records import WeightsAck, WeightsPublished
@@ -158,6 +159,7 @@ class _Load(NamedTuple):
     """A load whose answer did not come: it may be going on in the replica."""
 
     version: int
+    root: str
     replica_started_s: float
     deadline_s: float
 
@@ -209,6 +211,8 @@ class _Replica:
             return True
         path = await asyncio.to_thread(self._stage, status.replica, held)
         loaded = await self._load(status, held, path)
+        if loaded is None:
+            return True
         if loaded.serving:
             self._refused = None
             await self._acknowledge(status.replica, loaded.version, loaded.root, pause_ms=loaded.pause_ms)
@@ -229,15 +233,29 @@ class _Replica:
             )
         return False
 
-    async def _load(self, status: ReplicaStatus, held: Held, path: Path) -> Loaded:
-        """One load; when its answer stays out, `_loading` watches it instead of sending it again."""
+    async def _load(self, status: ReplicaStatus, held: Held, path: Path) -> Loaded | None:
+        """One load. None when its answer stays out: `_loading` then watches it, instead of sending it
+        again."""
         load_s_max = self._relay.config.load_ms_max / 1000
         now_s = time.monotonic()
         self._acked = None
-        self._pending = _Load(held.version, now_s - status.up_s, now_s + LOADING_FACTOR * load_s_max)
-        loaded = await self._client.load_weights(
-            version=held.version, path=str(path), root=held.root, timeout_s=load_s_max
+        self._pending = _Load(
+            held.version, held.root, now_s - status.up_s, now_s + LOADING_FACTOR * load_s_max
         )
+        try:
+            loaded = await self._client.load_weights(
+                version=held.version, path=str(path), root=held.root, timeout_s=load_s_max
+            )
+        except InferenceUnavailable as error:
+            log.event(
+                _logger,
+                "load_unanswered",
+                level=logging.WARNING,
+                replica=status.replica,
+                version=held.version,
+                reason=error,
+            )
+            return None
         self._pending = None
         log.event(
             _logger,
@@ -255,7 +273,8 @@ class _Replica:
             return False
         now_s = time.monotonic()
         restarted = now_s - status.up_s > pending.replica_started_s + RESTART_S
-        if status.version >= pending.version or restarted or now_s > pending.deadline_s:
+        ended = (status.version, status.root) == (pending.version, pending.root)
+        if ended or restarted or now_s > pending.deadline_s:
             self._pending = None
         return self._pending is not None
 
