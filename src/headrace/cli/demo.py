@@ -27,10 +27,9 @@ from headrace.errors import ConfigError
 DETAIL = """The run's directory holds its log, weights, process logs and report; give it again to go on.
 Exit code 0 when the report is written; 130 or 143 when interrupted; 10 when a process died."""
 
-QUICK_STEPS = 20
-"""A demo of fewer steps shows that everything works, not that the model learns: small held-out rounds do."""
 QUICK_TASKS = 48
 QUICK_SAMPLES = 2
+"""Held-out rounds of a demo of a few steps (`loop.QUICK_STEPS`)."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _settled(args: argparse.Namespace) -> Place:
     """The run's place, with a name of its own and the sizes of this demo."""
+    from headrace.cli import loop
+
     named = "run.name" in args.dotted or (args.run_dir / tree.RUN_FILE).is_file() or args.config
     where = options.place(args, new=True)
     run, demo, evaluation = where.settings.run, where.settings.demo, where.settings.evaluation
@@ -72,7 +73,7 @@ def _settled(args: argparse.Namespace) -> Place:
         demo = msgspec.structs.replace(demo, minutes=args.minutes)
     if args.workers is not None:
         demo = msgspec.structs.replace(demo, workers=args.workers)
-    if args.steps is not None and args.steps < QUICK_STEPS:
+    if args.steps is not None and args.steps < loop.QUICK_STEPS:
         evaluation = msgspec.structs.replace(
             evaluation,
             tasks=min(evaluation.tasks, QUICK_TASKS),

@@ -25,6 +25,8 @@ from headrace.wire.topics import TOPICS
 
 STEPS_NO_LIMIT = 1_000_000
 """For a demo that ends by time."""
+QUICK_STEPS = 20
+"""A demo of fewer steps shows that everything works, not that the model learns."""
 ROUND_S = 1200.0
 """A held-out round takes seconds; on a slow machine minutes."""
 FIRST_STEP_S = 240.0
@@ -122,7 +124,8 @@ class Loop:
             lambda: bool(self.view.replicas), self._where.settings.demo.ready_s, "a replica that serves"
         ):
             return False
-        for name in ("prompts", "watch"):
+        # A few steps show no curve, so the small held-out rounds would only cost time.
+        for name in ("prompts", "watch") if steps is None or steps >= QUICK_STEPS else ("prompts",):
             await self._crew.start(name, name)
         if not await self._until(lambda: self.view.step > first_step, FIRST_STEP_S, "a first training step"):
             return False

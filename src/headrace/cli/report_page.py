@@ -125,7 +125,8 @@ def _tries(evaluation: Evaluation) -> str:
     outcome = "pass" if evaluation.passed else "fail"
     lines = []
     for number, turn in enumerate(evaluation.turns, 1):
-        lines.append(f"try {number}: fill({turn.call!r})")
+        call = turn.call.removeprefix("<|call|>").removesuffix("<|end|>").strip()
+        lines.append(f"try {number}: {call}")
         if turn.result:
             lines.append(f"       {turn.result}")
     return (

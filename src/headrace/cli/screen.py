@@ -151,7 +151,7 @@ def plain_line(view: RunView, note: str = "") -> str:
     fields = {
         "step": str(view.step),
         "reward": status.number(view.recent(REWARD)),
-        "held_out": status.held_out_text(view).replace(" ", ""),
+        "held_out": status.held_out_text(view).partition(" (")[0].replace(" ", ""),
         "lag": status.number(view.recent(LAG), 2),
         "tokens_s": status.number(view.per_second(TOKENS), 0).replace(",", ""),
         "in_flight": str(view.in_flight),
