@@ -31,8 +31,9 @@ from rollout_doubles import (
 )
 
 from headrace.bus.protocol import Bus, Message, TopicPartition
+from headrace.clock import Clock, ManualClock
 from headrace.config import RunConfig
-from headrace.consumers import durable
+from headrace.consumers import durable, rollouts
 from headrace.consumers.config import RolloutsConfig
 from headrace.consumers.rollouts import Worker, group_of
 from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
@@ -53,9 +54,10 @@ async def working(
     config: RolloutsConfig = CONFIG,
     name: str = "w",
     run: RunConfig = RUN,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker beside the test, stopped at its end."""
-    worker = Worker(bus, run, config, [model or Model()], arena(sandbox), name)
+    worker = Worker(bus, run, config, [model or Model()], arena(sandbox), name, clock)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.serve(stop))
     try:
@@ -294,7 +296,7 @@ def test_attempts_grow() -> None:
 
         async with a_bus() as bus:
             await issue(bus, prompt(1))
-            async with working(bus, Model(says)):
+            async with working(bus, Model(says), clock=ManualClock(prompt(1).admitted_ms)):
                 await until(lambda: all_committed(bus))
             firsts = [s.attempt for s in await steps(bus) if (s.member, s.step) == (1, 0)]
             assert len(firsts) == 3 and firsts == sorted(set(firsts))
@@ -379,17 +381,19 @@ def test_poison() -> None:
     asyncio.run(case())
 
 
-def test_stop_lets_groups_end() -> None:
-    """Told to stop, a worker takes nothing new, ends what can end in time, and commits it."""
+def test_stop_lets_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to stop, a worker waits for what ends within the bound, and commits it."""
+    monkeypatch.setattr(rollouts, "POLL_MS", 5)
 
     async def case() -> None:
         async with a_bus() as bus:
             held = asyncio.Event()
             model = hanging("r-0000000", held)
             await issue(bus, prompt(0))
-            async with working(bus, model):
+            config = msgspec.structs.replace(CONFIG, drain_ms=5_000)
+            async with working(bus, model, config=config):
                 await until(lambda: _asked(model))
-                asyncio.get_running_loop().call_later(0.05, held.set)
+                asyncio.get_running_loop().call_later(0.3, held.set)
             assert await all_committed(bus)
             assert len(await whole_groups(bus)) == 1
 
@@ -472,8 +476,8 @@ def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case() -> None:
         async with a_bus() as bus:
             await issue(bus, prompt(0))
-            config = msgspec.structs.replace(CONFIG, outage_ms_max=50)
-            shaky: Any = Shaky(bus, 10_000)
+            config = msgspec.structs.replace(CONFIG, outage_ms_max=1)
+            shaky: Any = Shaky(bus, 2)
             with pytest.raises(BusUnavailable, match="test: away"):
                 await Worker(shaky, RUN, config, [Model()], arena(), "w").serve(asyncio.Event())
             assert await bus.committed(GROUP, [PROMPTS.name]) == {}
