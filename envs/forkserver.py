@@ -64,9 +64,7 @@ def _prepare(config: dict[str, Any]) -> None:
     sys.path_hooks.insert(0, lambda path: _blind_hook(path, config["packages"], finder))
     if config["isolation"] == "namespaces":
         libraries = [path for path in _LIBRARIES if os.path.exists(path)]
-        isolation.enter_namespaces(
-            Path(config["root"]), [*config["standard"], *libraries, *config["packages"]]
-        )
+        isolation.enter_namespaces([*config["standard"], *libraries, *config["packages"]])
     elif config["isolation"] == "landlock" and isolation.landlock_abi() == 0:
         raise OSError("Landlock: not in this kernel")
 

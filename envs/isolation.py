@@ -29,12 +29,13 @@ _NUMBERS = {"x86_64": (56, 155), "aarch64": (220, 41)}  # clone, pivot_root
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter_namespaces(root: Path, readonly: Iterable[str]) -> None:
+def enter_namespaces(readonly: Iterable[str]) -> None:
     """Moves this process into fresh namespaces whose root holds only `readonly` paths and an empty /tmp.
 
-    Without root a user namespace comes first. `root` is an empty directory to build on. Raises OSError where
-    the kernel or a container forbids it; the process is then half way and must end.
+    Without root a user namespace comes first. Raises OSError where the kernel or a container forbids it; the
+    process is then half way and must end.
     """
+    root = Path("/proc")  # any folder would do to build on; this one is everywhere, and not needed any more
     uid, gid = os.getuid(), os.getgid()
     if uid != 0:
         _unshare(CLONE_NEWUSER)

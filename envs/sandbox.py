@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -144,18 +143,16 @@ class Sandbox:
 class _Server:
     """One fork server process and the socket to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], root: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._root = root
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
     @classmethod
     async def open(cls, config: SandboxConfig, isolation: str, packages: list[str]) -> "_Server":
-        root = tempfile.TemporaryDirectory(prefix="headrace-sandbox-")
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), _server_config(config, isolation, packages, root.name)]
+            arguments = [str(theirs.fileno()), _server_config(config, isolation, packages)]
             home = str(Path(headrace.__file__).parent.parent)
             process = subprocess.Popen(  # noqa: ASYNC220 - a fork, not a wait
                 [sys.executable, "-s", "-S", "-P", "-B", "-c", _BOOT, *arguments, home],
@@ -166,7 +163,7 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 cwd="/",
             )
-        server = cls(process, root)
+        server = cls(process)
         server._reader, server._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             await server._answer(_START_S_MAX)
@@ -211,7 +208,6 @@ class _Server:
                 self._process.send_signal(kill)  # its children die with it
             if await _ended(self._process, _STOP_S_MAX if kill else 0.2):
                 break
-        self._root.cleanup()
 
 
 async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
@@ -222,7 +218,7 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def _server_config(config: SandboxConfig, isolation: str, packages: list[str], root: str) -> str:
+def _server_config(config: SandboxConfig, isolation: str, packages: list[str]) -> str:
     try:
         seccomp = syscalls.allowed_filter() if isolation != "limits" else b""
     except OSError as error:
@@ -230,7 +226,6 @@ def _server_config(config: SandboxConfig, isolation: str, packages: list[str], r
     standard = {sysconfig.get_path("stdlib"), str(sysconfig.get_config_var("DESTSHARED"))}
     settings = msgspec.to_builtins(config) | {
         "isolation": isolation,
-        "root": os.path.realpath(root),
         "packages": packages,
         "standard": sorted(path for path in standard if os.path.isdir(path)),
         "seccomp": base64.b64encode(seccomp).decode(),

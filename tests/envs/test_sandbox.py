@@ -320,6 +320,34 @@ def test_no_walls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(Sandbox.start(SandboxConfig(), ["toolz"]))
 
 
+def test_limits_alone_must_be_asked_for_and_say_so() -> None:
+    """`limits` judges the same way, ends loops, and calls itself weak."""
+
+    async def scenario() -> tuple[str, list[str]]:
+        async with await Sandbox.start(
+            SandboxConfig(isolation="limits", check_cpu_ms=50), ["toolz"]
+        ) as sandbox:
+            outcomes = await sandbox.run(job(GOOD, program("while True: pass"), GOOD))
+            return sandbox.describe(), [outcome.status for outcome in outcomes]
+
+    told, statuses = asyncio.run(scenario())
+    assert "resource limits ONLY (weak" in told
+    assert statuses == ["passed", "timeout", "passed"]
+
+
+def test_many_jobs_share_the_servers() -> None:
+    """Jobs at the same time wait for a free server, and each gets its own outcomes."""
+
+    async def scenario() -> list[list[str]]:
+        async with await Sandbox.start(SandboxConfig(servers=2), ["toolz"]) as sandbox:
+            jobs = [job(*([GOOD] * number), program("return 1")) for number in range(1, 7)]
+            outcomes = await asyncio.gather(*(sandbox.run(one) for one in jobs))
+            assert len(sandbox._servers) == 2
+            return [[outcome.status for outcome in of_job] for of_job in outcomes]
+
+    assert asyncio.run(scenario()) == [["passed"] * number + ["error"] for number in range(1, 7)]
+
+
 def test_distribution_must_be_installed() -> None:
     """A sandbox for a package that is not there says which."""
     with pytest.raises(ConfigError, match="no-such-package"):
