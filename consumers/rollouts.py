@@ -215,6 +215,7 @@ class Worker:
                 if not error.retriable or tries >= self._config.attempts_max or out_of_time:
                     break
             self.counts["retried"] += 1
+            log.event(_logger, "group_retried", level=logging.WARNING, group=prompt.group_id, reason=reason)
             await asyncio.sleep(wait_ms / 1000)
             wait_ms = min(2 * wait_ms, self._config.retry_ms_max)
         self.counts["failed"] += 1

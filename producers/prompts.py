@@ -126,7 +126,8 @@ class Feed:
         self._clock = clock
         self._version = 0
         self._issued = 0
-        self.alive_s = asyncio.get_running_loop().time()
+        self._alarmed = False
+        self._issued_s = self.alive_s = asyncio.get_running_loop().time()
         """Loop time of the last answer of the log."""
 
     async def serve(self, transactor: Transactor, stop: asyncio.Event) -> None:
@@ -140,10 +141,26 @@ class Feed:
         async with self._bus.reader(ends) as reader:
             while not stop.is_set():
                 await self._issue(transactor)
+                self._watch_idleness()
                 if self._issued >= self._run.steps_max * self._run.groups_per_step:
                     log.event(_logger, "feed_end", issued=self._issued)
                     return
                 await self._learn(await reader.read(wait_ms=POLL_MS), transactor)
+
+    def _watch_idleness(self) -> None:
+        """Nothing can be issued while no version comes: after `alarm_ms` that is told, once each time."""
+        idle_ms = (self.alive_s - self._issued_s) * 1000
+        if idle_ms > self._config.alarm_ms and not self._alarmed:
+            self._alarmed = True
+            log.event(
+                _logger,
+                "alarm",
+                level=logging.WARNING,
+                kind="feed_idle",
+                issued=self._issued,
+                version=self._version,
+                idle_ms=int(idle_ms),
+            )
 
     async def _on_the_log(self) -> int:
         """Number of prompts of this run that stand on the topic: transactions append them in order, so it is
@@ -182,7 +199,8 @@ class Feed:
             now_ms = self._clock.now_ms()
             await transactor.commit([self._message(self._issued + i, now_ms) for i in range(count)])
             self._issued += count
-            self.alive_s = asyncio.get_running_loop().time()
+            self._alarmed = False
+            self._issued_s = self.alive_s = asyncio.get_running_loop().time()
             log.event(_logger, "issued", prompts=count, issued=self._issued, version=self._version)
 
     def _message(self, counter: int, now_ms: int) -> Message:

@@ -372,6 +372,24 @@ def test_undecodable_announcement() -> None:
     asyncio.run(case())
 
 
+def test_idle_feed_raises_an_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """A feed that waits for a version for longer than `alarm_ms` says so, once, until it issues again."""
+
+    async def case() -> None:
+        async with a_bus() as bus, feeding(bus, config=PromptsConfig(alarm_ms=50)):
+            await until(lambda: _alarms(caplog, 1))
+            await put(bus, WEIGHTS.name, published(1))
+            await until(lambda: _alarms(caplog, 2))
+
+    asyncio.run(case())
+    first, _ = (record.message for record in caplog.records if "alarm" in record.message)
+    assert first.startswith("alarm kind=feed_idle issued=12 version=0 idle_ms=")
+
+
+async def _alarms(caplog: pytest.LogCaptureFixture, count: int) -> bool:
+    return sum("alarm" in record.message for record in caplog.records) == count
+
+
 CHILD = """
 import asyncio, sys
 from headrace.bus import open_bus
