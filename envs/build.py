@@ -47,7 +47,7 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     checks_max: int = 12
     caught_min: float = 0.75
     """Share of wrong fills that must fail."""
-    sandbox: SandboxConfig = SandboxConfig(check_cpu_ms=200, wall_ms=1500)
+    sandbox: SandboxConfig = SandboxConfig(check_cpu_ms=100, wall_ms=1500)
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_cpu_ms: int = 250
     """Processor time of one check: five times what the slowest task in the index may take."""
     wall_ms: int = 3000
-    """A child silent for this long is killed."""
+    """A child that neither speaks nor computes for this long is killed."""
     cpu_s: int = 120
     """Processor time of one child, which runs a whole batch."""
     memory_bytes: int = 512 << 20

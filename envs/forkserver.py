@@ -28,6 +28,7 @@ from headrace.envs.blind import BlindLoader
 REQUEST_BYTES_MAX = 8 << 20
 _LAST = {"load", "time", "memory", "flood"}  # kinds after which a candidate has no more frames
 _LOOK_S = 0.05  # how often a silent child is looked at
+_WALLS_MAX = 5  # a child that moves, but slowly, has this many times as long as one that doesn't
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -140,20 +141,16 @@ class _Supervision:
         self._first = first
         self._next = (first, -2)
         self._frames = frames
-        self._wall_s = config["wall_ms"] / 1000
-        self._cpu_s = 2 * config["check_cpu_ms"] / 1000  # by then the child's own timer should have rung
+        self._config = config
         self._buffer = b""
 
     def follow(self, pipe: int, pid: int) -> int:
         """The candidate to go on with in a new child; the number of candidates when all are through."""
         end = ""
-        quiet_s, used_s = time.monotonic(), _cpu_s(pid)
+        patience = _Patience(pid, self._config)
         while not end and self._next[0] < self._ends[1]:
             if not select.select([pipe], [], [], _LOOK_S)[0]:
-                if time.monotonic() - quiet_s > self._wall_s:
-                    end = "hang"
-                elif _cpu_s(pid) - used_s > self._cpu_s:
-                    end = "time"
+                end = patience.end()
             elif not (chunk := os.read(pipe, 1 << 16)):
                 end = "crash"
             else:
@@ -161,7 +158,7 @@ class _Supervision:
                 progressed = len(self._frames)
                 end = self._take_frames()
                 if len(self._frames) != progressed:
-                    quiet_s, used_s = time.monotonic(), _cpu_s(pid)
+                    patience = _Patience(pid, self._config)
         killed = _bury(pid, patience_s=0.5 if end == "crash" else 0.0)
         number, check = self._next
         if number == self._ends[1]:
@@ -202,6 +199,27 @@ class _Supervision:
             self._frames.append([number, check, kind, text])
         through = check == self._ends[0] or kind in _LAST
         self._next = (number + 1, -1) if through and check > -2 else (number, check + 1)
+
+
+class _Patience:
+    """How long a silent child may go on, by its processor time, so that a busy machine fails nobody."""
+
+    def __init__(self, pid: int, config: dict[str, Any]) -> None:
+        self._pid = pid
+        self._wall_s = config["wall_ms"] / 1000
+        self._cpu_s = 2 * config["check_cpu_ms"] / 1000  # by then the child's own timer should have rung
+        self._silent_s = self._moved_s = time.monotonic()
+        self._first = self._used = _cpu_s(pid)
+
+    def end(self) -> str:
+        """`time` if its processor time is used up, `hang` if it does nothing or takes for ever, else ``."""
+        now_s, used = time.monotonic(), _cpu_s(self._pid)
+        if used - self._used > 0.001:
+            self._moved_s, self._used = now_s, used
+        if used - self._first > self._cpu_s:
+            return "time"
+        forever = now_s - self._silent_s > _WALLS_MAX * self._wall_s
+        return "hang" if forever or now_s - self._moved_s > self._wall_s else ""
 
 
 def _cpu_s(pid: int) -> float:

@@ -136,8 +136,8 @@ class Sandbox:
         await server.close()
 
     def _deadline_s(self, candidates: int) -> float:
-        # each candidate may hang once; a new child starts after that
-        return 10.0 + candidates * 2 * self._config.wall_ms / 1000
+        # each candidate may use up the server's patience once (forkserver._WALLS_MAX); then a child starts
+        return 10.0 + candidates * 6 * self._config.wall_ms / 1000
 
 
 class _Server:

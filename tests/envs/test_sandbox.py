@@ -149,6 +149,7 @@ def test_limits_end_the_program_not_the_batch(isolation: Walls) -> None:
         program("seen = sum(iter(int, 1))"): "timeout",  # a loop in C that no signal enters
         program("while True: pass"): "timeout",
         program("import time\ntime.sleep(60)"): "timeout",
+        program("import time\nwhile True: time.sleep(0.02)"): "timeout",
         program(stubborn): "timeout",
         program(swallowing): "timeout",
         program("while True: print('x' * 100)"): "limit",
