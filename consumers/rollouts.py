@@ -51,12 +51,13 @@ async def run(
     member_id: str,
     *,
     env: EnvConfig,
+    stable: bool = True,
 ) -> None:
     """Works until `stop` is set, with replicas at the addresses `inference` and an own sandbox.
 
-    `member_id` names this worker: the same after a restart takes its partitions back at once. Raises BusError
-    when the log stays away for longer than `outage_ms_max`, ConfigError when the tasks are not those of the
-    index.
+    `member_id` names this worker. `stable`: it comes back under that name after a restart, and takes its
+    partitions back at once; otherwise they go to the others as soon as it leaves. Raises BusError when the
+    log stays away for longer than `outage_ms_max`, ConfigError when the tasks are not those of the index.
     """
     from headrace.rpc.client import InferenceClient
 
@@ -64,7 +65,7 @@ async def run(
         arena = await stack.enter_async_context(Arena.open(env, "train"))
         replicas = [await stack.enter_async_context(InferenceClient(address)) for address in inference]
         log.event(_logger, "worker_start", member=member_id, replicas=len(replicas), sandbox=arena.describe())
-        await Worker(bus, run, config, replicas, arena, member_id).serve(stop)
+        await Worker(bus, run, config, replicas, arena, member_id, stable=stable).serve(stop)
 
 
 def group_of(run: RunConfig) -> str:
@@ -84,6 +85,8 @@ class Worker:
         arena: Arena,
         name: str,
         clock: Clock | None = None,
+        *,
+        stable: bool = True,
     ) -> None:
         self._bus = bus
         self._run = run
@@ -91,6 +94,7 @@ class Worker:
         self._replicas = replicas
         self._arena = arena
         self._name = name
+        self._member_id = name if stable else None
         self._clock = clock or SystemClock()
         self._progress = Progress()
         self._running: dict[tuple[TopicPartition, int], asyncio.Task[None]] = {}
@@ -103,7 +107,7 @@ class Worker:
         """Takes and runs prompts until `stop`; then lets groups end within `drain_ms` and leaves the others
         to the next owner."""
         reported_s = asyncio.get_running_loop().time()
-        async with self._bus.member(group_of(self._run), [PROMPTS.name], member_id=self._name) as member:
+        async with self._bus.member(group_of(self._run), [PROMPTS.name], member_id=self._member_id) as member:
             try:
                 while not stop.is_set():
                     await self._take(member)

@@ -55,9 +55,10 @@ async def working(
     name: str = "w",
     run: RunConfig = RUN,
     clock: Clock | None = None,
+    stable: bool = True,
 ) -> AsyncIterator[Worker]:
     """A worker beside the test, stopped at its end."""
-    worker = Worker(bus, run, config, [model or Model()], arena(sandbox), name, clock)
+    worker = Worker(bus, run, config, [model or Model()], arena(sandbox), name, clock, stable=stable)
     stop = asyncio.Event()
     task = asyncio.create_task(worker.serve(stop))
     try:
@@ -192,6 +193,21 @@ def test_two_workers_share() -> None:
                         issued += 8
                         await until(lambda: all_committed(bus))
             assert len(await whole_groups(bus)) == issued
+
+    asyncio.run(case())
+
+
+def test_worker_that_leaves_for_good() -> None:
+    """A worker without a stable name gives its partitions away when it ends, not a session later."""
+
+    async def case() -> None:
+        async with a_bus(session_ms=60_000) as bus:
+            async with working(bus, name="one", stable=False):
+                await issue(bus, *(prompt(i) for i in range(8)))
+                await until(lambda: all_committed(bus))
+            async with working(bus, name="two", stable=False):
+                await issue(bus, *(prompt(i) for i in range(8, 16)))
+                await until(lambda: all_committed(bus))
 
     asyncio.run(case())
 

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "watch": ("headrace.consumers.evaluation", _watch),
     }
     where = options.place(args)
+    args.stable = args.name is not None
     args.name = args.name or _free_name(args.command, where.run_dir)
     module, body = processes[args.command]
     return run_process(
@@ -81,6 +82,7 @@ async def _rollouts(where: Place, args: argparse.Namespace, stop: asyncio.Event)
             stop,
             args.name,
             env=where.settings.env,
+            stable=args.stable,
         )
 
 
@@ -178,7 +180,11 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _free_name(command: str, run_dir: Path | None) -> str:
-    """`trainer`; `rollouts-4711` for a command of which several may run."""
+    """`trainer`; `rollouts-<host>-<pid>` for a command of which several may run."""
     if command == "inference":
         return "inference-0"
-    return f"{command}-{os.getpid()}" if command == "rollouts" or run_dir is None else command
+    return (
+        f"{command}-{socket.gethostname()}-{os.getpid()}"
+        if command == "rollouts" or run_dir is None
+        else command
+    )
