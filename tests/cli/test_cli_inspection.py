@@ -11,7 +11,7 @@ from sample_log import evaluation, group, prompt, reward, step, train_step, writ
 from headrace.bus import open_bus
 from headrace.bus.protocol import Message, TopicPartition
 from headrace.cli import main, shown, status
-from headrace.cli.run_view import REWARD, TOKENS, Follower, RunView
+from headrace.cli.run_view import REWARD, TOKENS, WAIT_S, Follower, RunView
 from headrace.cli.screen import panel, plain_line, sparkline
 from headrace.errors import ConfigError
 from headrace.wire import records as r
@@ -34,7 +34,7 @@ RECORDS = [
             r.Drop(group_id=group(2), reason="duplicate"),
             r.Drop(group_id=group(3), reason="stale", member=1, tokens=4),
         ],
-        **{REWARD: 0.75, "tokens.trained": 96.0, "withheld.stale.tokens": 4.0},
+        **{REWARD: 0.75, WAIT_S: 0.5, "tokens.trained": 96.0, "withheld.stale.tokens": 4.0},
     ),
     evaluation("before", 0, 1, False),
     evaluation("before", 0, 2, True),
@@ -141,7 +141,8 @@ def test_view_adds_up(address: str) -> None:
     assert view.held_out("sampled") == [(0, 0.5, 2)]
     assert view.undecodable == 1
     assert view.recent(REWARD) == 0.5
-    assert view.per_second(TOKENS) == 100 / 2  # 96 trained and 4 withheld tokens, steps 2 s apart
+    # 96 trained and 4 withheld tokens in a step of 1.5 s after a wait of 0.5 s
+    assert view.per_second(TOKENS, steps=1) == 100 / 2
     other = RunView("other")
     assert other.per_second(TOKENS) is None
 

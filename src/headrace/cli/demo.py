@@ -27,10 +27,6 @@ from headrace.errors import ConfigError
 DETAIL = """The run's directory holds its log, weights, process logs and report; give it again to go on.
 Exit code 0 when the report is written; 130 or 143 when interrupted; 10 when a process died."""
 
-QUICK_TASKS = 48
-QUICK_SAMPLES = 2
-"""Held-out rounds of a demo of a few steps (`loop.QUICK_STEPS`)."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
@@ -60,12 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settled(args: argparse.Namespace) -> Place:
-    """The run's place, with a name of its own and the sizes of this demo."""
-    from headrace.cli import loop
-
+    """The run's place, with a name of its own and what this demo was told."""
     named = "run.name" in args.dotted or (args.run_dir / tree.RUN_FILE).is_file() or args.config
     where = options.place(args, new=True)
-    run, demo, evaluation = where.settings.run, where.settings.demo, where.settings.evaluation
+    run, demo = where.settings.run, where.settings.demo
     if not named:
         # Several runs may share one Kafka: each needs its own name.
         run = msgspec.structs.replace(run, name=re.sub(r"[^A-Za-z0-9_.-]+", "-", args.run_dir.name))
@@ -73,13 +67,7 @@ def _settled(args: argparse.Namespace) -> Place:
         demo = msgspec.structs.replace(demo, minutes=args.minutes)
     if args.workers is not None:
         demo = msgspec.structs.replace(demo, workers=args.workers)
-    if args.steps is not None and args.steps < loop.QUICK_STEPS:
-        evaluation = msgspec.structs.replace(
-            evaluation,
-            tasks=min(evaluation.tasks, QUICK_TASKS),
-            samples=min(evaluation.samples, QUICK_SAMPLES),
-        )
-    settings = msgspec.structs.replace(where.settings, run=run, demo=demo, evaluation=evaluation)
+    settings = msgspec.structs.replace(where.settings, run=run, demo=demo)
     return Place(settings, where.run_dir)
 
 
@@ -98,7 +86,15 @@ async def _main(where: Place, args: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, ask, number)
     async with _local_kafka(where), options.opened(where, new=True) as bus:
         with screen(plain=args.plain or args.json) as shown:
-            finished = await Loop(bus, where, shown, stop, restarts_max=args.restart).run(args.steps)
+            loop = Loop(
+                bus,
+                where,
+                shown,
+                stop,
+                restarts_max=args.restart,
+                steps_max=where.settings.run.steps_max if "run.steps_max" in args.dotted else None,
+            )
+            finished = await loop.run(args.steps)
         if not finished:
             print(f"stopped; go on with: headrace demo --run-dir {where.home}", flush=True)
             return 128 + received[0]

@@ -26,7 +26,9 @@ from headrace.wire.topics import TOPICS
 STEPS_NO_LIMIT = 1_000_000
 """For a demo that ends by time."""
 QUICK_STEPS = 20
-"""A demo of fewer steps shows that everything works, not that the model learns."""
+"""A demo of fewer steps shows that everything works, not that the model learns: small rounds do."""
+QUICK_TASKS = 48
+QUICK_SAMPLES = 2
 ROUND_S = 1200.0
 """A held-out round takes seconds; on a slow machine minutes."""
 FIRST_STEP_S = 240.0
@@ -41,8 +43,16 @@ class Loop:
     """One demo on an opened bus; `run` once."""
 
     def __init__(
-        self, bus: Bus, where: Place, screen: Screen, stop: asyncio.Event, *, restarts_max: int = 0
+        self,
+        bus: Bus,
+        where: Place,
+        screen: Screen,
+        stop: asyncio.Event,
+        *,
+        restarts_max: int = 0,
+        steps_max: int | None = None,
     ) -> None:
+        """`steps_max`: the run's last step, if it has one."""
         self._bus = bus
         self._where = where
         self._screen = screen
@@ -51,6 +61,8 @@ class Loop:
         self._crew = Crew(where.home, stop_s=where.settings.demo.stop_s, restarts_max=restarts_max)
         self._note = ""
         self._drawer: asyncio.Task[None] | None = None
+        self._quick = False
+        self._steps_max = steps_max
 
     @property
     def view(self) -> RunView:
@@ -59,6 +71,7 @@ class Loop:
     async def run(self, steps: int | None) -> bool:
         """Before, train, stop, after; False when asked to stop on the way. `steps`: how many to train; by
         time if None. Raises ProcessDied, BusUnavailable."""
+        self._quick = steps is not None and steps < QUICK_STEPS
         differences = await self._bus.create_topics(list(TOPICS.values()))
         for found in differences:
             self._screen.say(
@@ -66,7 +79,7 @@ class Loop:
             )
         await self._follower.refresh()
         first_step = self.view.step
-        self._save(first_step + steps if steps is not None else None)
+        self._save(first_step + steps if steps is not None else self._steps_max)
         async with self._crew, self._drawing():
             done = (
                 await self._start()
@@ -102,19 +115,28 @@ class Loop:
 
     async def _round(self, name: str, version: int) -> bool:
         """One held-out round, unless the log has it whole already."""
-        config = self._where.settings.evaluation
+        tasks, samples = self._round_size()
         tried = sum(
             tally.tried
             for (round, _, at), tally in self.view.rounds.items()
             if (round, at) == (name, version)
         )
-        if tried >= config.tasks * (config.samples + 1):
+        if tried >= tasks * (samples + 1):
             return True
-        self._screen.phase(
-            f"held-out round `{name}`: version {version}, {config.tasks} tasks never trained on"
+        self._screen.phase(f"held-out round `{name}`: version {version}, {tasks} tasks never trained on")
+        await self._crew.start(
+            f"evaluate-{name}",
+            *("evaluate", "--round", name, "--version", str(version)),
+            *("--tasks", str(tasks), "--samples", str(samples)),
         )
-        await self._crew.start(f"evaluate-{name}", "evaluate", "--round", name, "--version", str(version))
         return await self._crew.finish(f"evaluate-{name}", deadline_s=ROUND_S, stop=self._stop)
+
+    def _round_size(self) -> tuple[int, int]:
+        """Tasks, and sampled tries of each beside the greedy one."""
+        config = self._where.settings.evaluation
+        if self._quick:
+            return min(config.tasks, QUICK_TASKS), min(config.samples, QUICK_SAMPLES)
+        return config.tasks, config.samples
 
     async def _train(self, first_step: int, steps: int | None) -> bool:
         minutes = self._where.settings.demo.minutes
@@ -125,9 +147,12 @@ class Loop:
         ):
             return False
         # A few steps show no curve, so the small held-out rounds would only cost time.
-        for name in ("prompts", "watch") if steps is None or steps >= QUICK_STEPS else ("prompts",):
+        for name in ("prompts",) if self._quick else ("prompts", "watch"):
             await self._crew.start(name, name)
-        if not await self._until(lambda: self.view.step > first_step, FIRST_STEP_S, "a first training step"):
+        trainer = self._crew.children["trainer"].ended  # it ends by itself at `run.steps_max`
+        if not await self._until(
+            lambda: self.view.step > first_step or trainer.is_set(), FIRST_STEP_S, "a first training step"
+        ):
             return False
         end = time.monotonic() + 60 * minutes
         seen, seen_at = self.view.step, time.monotonic()
@@ -135,7 +160,7 @@ class Loop:
             self._check()
             if self.view.step > seen:
                 seen, seen_at = self.view.step, time.monotonic()
-            if seen >= first_step + (steps or STEPS_NO_LIMIT) or (steps is None and time.monotonic() > end):
+            if trainer.is_set() or (steps is None and time.monotonic() > end):
                 return True
             if time.monotonic() - seen_at > STALLED_S:
                 raise ProcessDied(

@@ -1,7 +1,6 @@
 """The curves of a run as one PNG."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from headrace.cli.run_view import (
     REWARD,
     TOKENS,
     RunView,
-    StepPoint,
 )
 
 WINDOW_STEPS = 5
@@ -87,13 +85,10 @@ def _held_out(axes: Any, found: Findings) -> None:
 
 
 def _tokens(axes: Any, view: RunView) -> None:
-    rates = [(later.step, _rate(earlier, later)) for earlier, later in pairwise(view.steps)]
-    axes.plot([step for step, _ in rates], [rate for _, rate in rates], color=BLUE, linewidth=1.2)
+    points = [point for point in view.steps if point.duration_ms]
+    rates = [point.metrics[TOKENS] * 1000 / point.duration_ms for point in points]
+    axes.plot([point.step for point in points], rates, color=BLUE, linewidth=1.2)
     _finish(axes, "tokens consumed per second", 0)
-
-
-def _rate(earlier: StepPoint, later: StepPoint) -> float:
-    return later.metrics[TOKENS] * 1000 / max(1, later.ended_ms - earlier.ended_ms)
 
 
 def rolling(values: Sequence[float], window: int = WINDOW_STEPS) -> list[float]:
@@ -107,7 +102,8 @@ def _finish(axes: Any, title: str, bottom: float | None) -> None:
     axes.tick_params(labelsize=8)
     if bottom is not None:
         axes.set_ylim(bottom=bottom)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7, frameon=False)
-    else:
+    if not axes.lines:
         axes.text(0.5, 0.5, "nothing recorded", ha="center", transform=axes.transAxes, color=GREY)

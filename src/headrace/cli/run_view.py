@@ -28,6 +28,7 @@ STEPS_RECENT = 10
 REWARD, LAG, LAG_MAX, IDLE, TOKENS = "reward.mean", "lag.mean", "lag.max", "idle_share", "tokens.consumed"
 DUPLICATE = "duplicate"
 """A unit that came again: dropped, and already counted."""
+WAIT_S = "seconds.wait"
 MISMATCH, MISMATCH_MAX = "mismatch.abs_mean", "mismatch.abs_max"
 
 
@@ -42,6 +43,11 @@ class StepPoint:
     """Consumed groups."""
     trained: int
     metrics: dict[str, float]
+
+    @property
+    def duration_ms(self) -> float:
+        """From the first wait for the step's groups to its end."""
+        return self.ended_ms - self.started_ms + 1000 * self.metrics.get(WAIT_S, 0.0)
 
 
 @dataclass(slots=True)
@@ -144,12 +150,11 @@ class RunView:
         return sum(values) / len(values) if values else None
 
     def per_second(self, metric: str, steps: int = STEPS_RECENT) -> float | None:
-        """Sum of a metric over the newest steps, by the time that they took from end to end."""
-        points = self.steps[-steps - 1 :]
-        if len(points) < 2 or points[-1].ended_ms <= points[0].ended_ms:
-            return None
-        total = sum(point.metrics.get(metric, 0.0) for point in points[1:])
-        return total * 1000 / (points[-1].ended_ms - points[0].ended_ms)
+        """Sum of a metric over the newest steps, by the time that they took, waiting for groups included. A
+        pause between two demos is nobody's time."""
+        points = self.steps[-steps:]
+        spent_ms = sum(point.duration_ms for point in points)
+        return sum(point.metrics.get(metric, 0.0) for point in points) * 1000 / spent_ms if spent_ms else None
 
     def held_out(self, mode: str = "sampled", rounds: Iterable[str] = ()) -> list[tuple[int, float, int]]:
         """(version, pass rate, tries) of the given rounds (all by default), by version."""

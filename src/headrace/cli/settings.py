@@ -40,7 +40,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     minutes: float = 3.0
     """Training time of one `headrace demo`; the loop also ends at `run.steps_max`."""
     workers: int = 2
-    ready_s: float = 60.0
+    ready_s: float = 120.0
     """A process that isn't ready after this long has failed."""
     stop_s: float = 20.0
     """A process that hasn't stopped after this long is killed."""
