@@ -13,8 +13,8 @@ import grpc.aio
 import msgspec
 import pytest
 import torch
-from test_training_consumer import Place
 from trainer_records import MODEL
+from training_place import Place
 
 from headrace.bus.protocol import Bus, Message, TopicPartition
 from headrace.config import RunConfig

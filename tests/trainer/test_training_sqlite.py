@@ -1,0 +1,17 @@
+"""The trainer's process on the embedded log."""
+
+from pathlib import Path
+
+import pytest
+from training_cases import TrainingCases
+from training_place import Place
+
+
+class TestTrainingOnSqlite(TrainingCases):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return Place(tmp_path / "here")
+
+    @pytest.fixture
+    def other(self, tmp_path: Path) -> Place:
+        return Place(tmp_path / "there")
