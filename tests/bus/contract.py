@@ -245,22 +245,20 @@ class BusContract:
 
         asyncio.run(run())
 
-    def test_reader_takes_at_most_what_was_asked_and_starves_no_partition(
-        self, address: str, topic: Topic
-    ) -> None:
-        """With far more records than one read takes, every partition is served within a few reads."""
+    def test_reader_takes_at_most_what_was_asked(self, address: str, topic: Topic) -> None:
+        """With far more records than one read takes, each read stays within its bound, and all come, once."""
 
         async def run() -> None:
             async with self.opened(address, topic) as bus:
                 for partition in range(4):
                     await bus.produce([Message(topic.name, b"k", b"v", partition=partition)] * 500)
                 async with bus.reader(await bus.begins([topic.name])) as reader:
-                    found: list[Delivery] = []
-                    while len(found) < 2000:
+                    places: set[str] = set()
+                    while len(places) < 2000:
                         deliveries = await reader.read(records_max=100, wait_ms=5000)
                         assert 0 < len(deliveries) <= 100
-                        found += deliveries
-                    assert {d.partition for d in found[:1600]} == {0, 1, 2, 3}
+                        assert places.isdisjoint(d.place for d in deliveries)
+                        places.update(d.place for d in deliveries)
 
         asyncio.run(run())
 
@@ -371,8 +369,11 @@ class BusContract:
                 found = await read_all(bus, one.name)
                 assert values(found) == [b"a", b"b", b"c"]
                 assert [d.offset for d in found] == first + second
-                async with bus.transactor(f"x-{one.name}"):
+                async with bus.transactor(f"x-{one.name}") as transactor:
                     assert await bus.committed(group, [one.name]) == {tp: 42}
+                    for _ in range(20):
+                        [offset] = await transactor.commit([Message(one.name, b"k", b"v")])
+                        assert (await bus.ends([one.name]))[tp] > offset
                 assert (await bus.groups())[group] == {tp: 42}
 
         asyncio.run(run())
@@ -505,11 +506,9 @@ class BusContract:
 
         asyncio.run(run())
 
-    def test_topics_of_one_group_are_dealt_out_together(self, address: str, topic: Topic) -> None:
-        """Whoever has a partition of one topic has the same partition of the other: a join finds all of a
-        key.
-        """
-        other = Topic(topic.name + "-b", (), "k", 4, FOR_EVER)
+    def test_topics_of_one_group_are_dealt_out_together(self, address: str) -> None:
+        """Whoever has a partition of one topic has the same one of the other: a join finds all of a key."""
+        topic, other = (Topic(f"{name}-{uuid.uuid4().hex[:8]}", (), "k", 3, FOR_EVER) for name in "ab")
 
         async def run() -> None:
             async with (
@@ -518,7 +517,7 @@ class BusContract:
                 bus.member("g", [topic.name, other.name]) as second,
             ):
                 async with asyncio.timeout(DEADLINE_S):
-                    while len(first.assignment()) != 4 or len(second.assignment()) != 4:
+                    while sorted((len(first.assignment()), len(second.assignment()))) != [2, 4]:
                         await first.poll(wait_ms=100)
                         await second.poll(wait_ms=100)
                 for member in (first, second):
@@ -589,14 +588,16 @@ class BusContract:
 
         async def run() -> None:
             async with self.opened(address, topic) as bus, AsyncExitStack() as stack:
-                arguments = ("consume", address, 3 * self.SESSION_MS, "g", topic.name)
+                arguments = ("consume", address, 10 * self.SESSION_MS, "g", topic.name)
                 first = await stack.enter_async_context(child(*arguments, "m1"))
                 second = await stack.enter_async_context(child(*arguments, "m2"))
                 before = await first.until(lambda said: len(said.get("owned", ())) == 2)
                 await second.until(lambda said: len(said.get("owned", ())) == 2)
                 await first.kill()
+                killed_s = asyncio.get_running_loop().time()
                 again = await stack.enter_async_context(child(*arguments, "m1"))
                 assert await again.until(lambda said: "owned" in said) == before
+                assert asyncio.get_running_loop().time() - killed_s < 8 * self.SESSION_MS / 1000
                 owners_seen = len(second.of("owned"))
                 await bus.produce([Message(topic.name, b"%d" % i, b"v") for i in range(100)])
                 wanted = {str(i) for i in range(100)}

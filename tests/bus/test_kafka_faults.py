@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from contract import poll_until, read_all, values
 
 from headrace.bus import local_kafka, open_bus
 from headrace.bus.kafka import KafkaBus
 from headrace.bus.protocol import Delivery, Message, TopicPartition
-from headrace.errors import BusUnavailable, ConfigError
+from headrace.errors import BusError, BusUnavailable, ConfigError
 from headrace.wire.topics import FOR_EVER, Topic
 
 ONE = Topic("one", (), "k", 1, FOR_EVER)
@@ -149,6 +150,36 @@ def test_readers_see_neither_open_nor_aborted_transactions(kafka: str) -> None:
                     found += await reader.read()
                 assert values(found) == [b"behind"]
             await producer.stop()
+
+    asyncio.run(run())
+
+
+@needs_broker
+def test_transaction_that_the_broker_refuses_is_aborted(kafka: str) -> None:
+    """A record over the limit of a topic made elsewhere: BusError, and no open transaction holds readers back."""
+    topic = f"small-{os.urandom(4).hex()}"
+    tp = TopicPartition(topic, 0)
+
+    async def run() -> None:
+        operator = AIOKafkaAdminClient(bootstrap_servers=kafka)
+        await operator.start()
+        await operator.create_topics([NewTopic(topic, 1, 1, topic_configs={"max.message.bytes": "1000"})])
+        await operator.close()
+        async with KafkaBus(kafka) as bus, bus.transactor(f"x-{topic}") as transactor:
+            with pytest.raises(BusError, match="MessageSizeTooLarge"):
+                await transactor.commit(
+                    [
+                        Message(topic, b"k", b"fits", partition=0),
+                        Message(topic, b"k", bytes(5000), partition=0),
+                    ],
+                    group="g",
+                    positions={tp: 5},
+                )
+            with pytest.raises(BusError, match="MessageSizeTooLarge"):
+                await transactor.commit([Message(topic, b"k", b"later")])
+            await bus.produce([Message(topic, b"k", b"behind")])
+            assert values(await read_all(bus, topic)) == [b"behind"]
+            assert await bus.committed("g", [topic]) == {}
 
     asyncio.run(run())
 

@@ -217,6 +217,22 @@ def test_clock_that_goes_back_does_not_reorder() -> None:
     asyncio.run(run())
 
 
+def test_busy_partition_starves_no_other() -> None:
+    """However much waits in one partition, each of four reads begins with another one."""
+    topic = Topic("four", (), "k", 4, FOR_EVER)
+
+    async def run() -> None:
+        async with open_bus("sqlite::memory:") as bus:
+            await bus.create_topics([topic])
+            for partition in range(4):
+                await bus.produce([Message("four", b"k", b"v", partition=partition)] * 500)
+            async with bus.reader(await bus.begins(["four"])) as reader:
+                reads = [await reader.read(records_max=100) for _ in range(4)]
+                assert {read[0].partition for read in reads} == {0, 1, 2, 3}
+
+    asyncio.run(run())
+
+
 def test_second_process_under_a_stable_id_fences_the_first(tmp_path: Path) -> None:
     """The first learns it at its next poll, and its commits are left out."""
     tp = TopicPartition("t", 0)
