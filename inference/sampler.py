@@ -7,7 +7,6 @@ generator.
 R rows  V vocabulary
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,6 @@ from torch import Tensor
 
 from headrace.kernels import rng
 from headrace.kernels.invariant import log_probs
-
-
-def sample_key(seed: int, group_id: str, member: int) -> int:
-    """The key of one member's noise, in [-2^63, 2^63)."""
-    digest = hashlib.blake2b(f"{seed}/{member}/{group_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from headrace.policy.decode import Prefix
 from torch import Tensor
 
-from headrace.inference.sampler import Draw, sample_key
+from headrace.inference.sampler import Draw
+from headrace.kernels import rng
+from headrace.policy.decode import Prefix
 from headrace.rpc.generation import Completion, Finish, Generation, Progress
 from headrace.wire.records import Span
 
@@ -38,7 +39,7 @@ class Ticket:
                 member=item.member,
                 own_tokens=item.own_tokens,
                 budget=budget,
-                key=sample_key(request.seed, request.group_id, item.member),
+                key=rng.key(request.seed, request.group_id, item.member),
             )
             for item, budget in zip(request.sequences, budgets, strict=True)
         ]

@@ -17,6 +17,7 @@ from tiny_model import (
 )
 
 from headrace.inference.config import InferenceConfig
+from headrace.inference.sampler import Draw, sample
 from headrace.kernels.invariant import log_probs
 from headrace.policy.decode import Decoder
 from headrace.policy.tree import Group, tree_logp
@@ -70,17 +71,18 @@ def test_chunks_slots_and_cache_do_not_show(change: dict[str, int]) -> None:
     assert [numbers(found[m]) for m in range(3)] == [numbers(expected[m]) for m in range(3)]
 
 
-def test_threads_do_not_show() -> None:
-    """One thread or two: the same bits."""
-    before = torch.get_num_threads()
+def test_sampling_does_not_depend_on_threads_or_rows() -> None:
+    """Forty rows sampled on one thread, on two, and each row alone: the same tokens and log-probs."""
+    logits_RV = torch.randn(40, 2048, generator=torch.Generator().manual_seed(0)) * 3
+    draws = [Draw(temperature=0.7, greedy=row % 4 == 0, key=row // 2, position=row) for row in range(40)]
+    one = sample(logits_RV, draws)
     try:
-        found = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append(complete(tiny_engine(), *crowd(2), SECOND_TURN)[2])
+        torch.set_num_threads(2)
+        two = sample(logits_RV, draws)
     finally:
-        torch.set_num_threads(before)
-    assert [numbers(found[0][m]) for m in range(3)] == [numbers(found[1][m]) for m in range(3)]
+        torch.set_num_threads(1)
+    alone = [sample(logits_RV[row : row + 1], [draw]) for row, draw in enumerate(draws)]
+    assert one == two == ([token for (token,), _ in alone], [logp for _, (logp,) in alone])
 
 
 def test_swap_to_identical_weights() -> None:
@@ -105,6 +107,19 @@ def test_seed_group_and_member_each_change_the_samples() -> None:
     other_seed = complete(engine, msgspec.structs.replace(request, seed=6))[0]
     other_group = complete(engine, msgspec.structs.replace(request, group_id="h"))[0]
     assert len({first[0].tokens, first[1].tokens, other_seed[0].tokens, other_group[0].tokens}) == 4
+
+
+@pytest.mark.parametrize("first", [1, 3, 7])
+def test_a_turn_cut_in_two_is_the_same_turn(first: int) -> None:
+    """Eight tokens in one request, or some of them and the rest in a second request: the noise belongs to the
+    absolute position, so tokens and log-probs are the same."""
+    whole = complete(tiny_engine(), generation())[0][0]
+    head = complete(tiny_engine(), generation(tokens_max=first))[0][0]
+    rest = (Sequence(member=0, own_tokens=head.tokens),)
+    tail = complete(tiny_engine(), generation(sequences=rest, tokens_max=8 - first))[0][0]
+    assert head.tokens + tail.tokens == whole.tokens
+    assert head.logp + tail.logp == whole.logp
+    assert tail.routes == whole.routes
 
 
 def test_logp_and_routes_are_those_of_the_trainer() -> None:

@@ -12,6 +12,8 @@ from headrace.policy import checkpoint
 from headrace.policy.model import ModelConfig, Weights, shapes
 from headrace.rpc.generation import Completion, Generation, Progress, Sequence
 
+torch.set_num_threads(1)
+
 TINY = ModelConfig(
     vocabulary=64,
     width=32,
