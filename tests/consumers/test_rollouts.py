@@ -212,6 +212,37 @@ def test_worker_that_leaves_for_good() -> None:
     asyncio.run(case())
 
 
+def test_partition_goes_and_returns() -> None:
+    """Groups of a partition that moves away are dropped here and run there; when it returns, commits go
+    on."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            held = asyncio.Event()
+
+            async def says(request: Generation, member: int) -> tuple[int, ...]:
+                await held.wait()
+                return await plus(request, member)
+
+            first = Model(says)
+            for partition in range(4):
+                await issue(bus, prompt(partition), partition=partition)
+            config = msgspec.structs.replace(CONFIG, groups_in_flight=5)
+            async with working(bus, first, config=config, name="one", stable=False) as one:
+                await until(lambda: _asked(first, 4))
+                async with working(bus, name="two", stable=False):
+                    await until(lambda: _whole(bus, 2))
+                    await until(lambda: _moved(one, 2))
+                held.set()
+                for partition in range(4):
+                    await issue(bus, prompt(4 + partition), partition=partition)
+                await until(lambda: all_committed(bus))
+            whole = await whole_groups(bus)
+            assert len(whole) == 8 and all(len(attempts) == 1 for attempts in whole.values())
+
+    asyncio.run(case())
+
+
 def test_slow_group_keeps_its_partitions() -> None:
     """A group that takes four sessions long is asked for once: heart-beats go on, no rebalance."""
 
@@ -234,8 +265,12 @@ def test_slow_group_keeps_its_partitions() -> None:
     asyncio.run(case())
 
 
-async def _asked(model: Model) -> bool:
-    return bool(model.requests)
+async def _moved(worker: Worker, groups: int) -> bool:
+    return worker.counts["moved"] == groups
+
+
+async def _asked(model: Model, requests: int = 1) -> bool:
+    return len(model.requests) >= requests
 
 
 def test_sandbox_fails_once() -> None:
