@@ -2,6 +2,7 @@
 once."""
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -53,8 +54,8 @@ def test_scenarios_on_sqlite(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_states_survive_a_restart(tmp_path: Path) -> None:
-    """A host that stops in the middle of groups is followed by one that finishes them."""
+def test_states_survive_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A host that stops in mid-work is followed by one that finishes the groups, and reads nothing twice."""
 
     async def main() -> None:
         async with log("sqlite::memory:") as bus:
@@ -65,10 +66,14 @@ def test_states_survive_a_restart(tmp_path: Path) -> None:
                         messages([prompt(group, deadline_ms=far_ms()), *rollout(group, 0), step(group, 1, 0)])
                     )
                 await probe(bus, "probe")
+            caplog.set_level(logging.INFO)
             async with joining(bus, tmp_path):
                 for group in groups:
                     await bus.produce(messages(rollout(group, 1)))
                 found = await closed(bus, groups)
+            assert (
+                f" in={20 * 4}" in [r.message for r in caplog.records if r.message.startswith("counts")][-1]
+            )
             assert all([e.closed for e in found[group]] == ["complete"] for group in groups)
 
     asyncio.run(main())
@@ -312,9 +317,16 @@ def test_deadline_waits_for_records_on_the_log(tmp_path: Path) -> None:
     async def main() -> None:
         async with log("sqlite::memory:") as bus:
             deadline_ms = time.time_ns() // 1_000_000 + 300
-            await bus.produce(messages([prompt("g", size=1, deadline_ms=deadline_ms), *rollout("g", 0)]))
+            judged = [reward("g", 0, f"judge.{index}", 1.0) for index in range(6)]
+            await bus.produce(
+                messages([prompt("g", size=1, deadline_ms=deadline_ms), *judged, *rollout("g", 0)])
+            )
             await until(past(deadline_ms), "the deadline")
-            await bus.produce(messages([step("other", 0, 0)] * 20))
+            # On g's partition, steps after the deadline are read long before g's last rewards.
+            other = next(
+                name for name in map(str, range(99)) if state_partition(name) == state_partition("g")
+            )
+            await bus.produce(messages([step(other, 0, index) for index in range(3)]))
             async with joining(bus, tmp_path, records_max=1):
                 (found,) = (await closed(bus, ["g"]))["g"]
             assert found.closed == "complete"

@@ -9,7 +9,7 @@ from stream_records import prompt, reward, rollout, step
 
 from headrace.errors import WireError
 from headrace.streams import changelog
-from headrace.streams.changelog import Entry
+from headrace.streams.changelog import Changelog, Entry
 from headrace.streams.experience import ExperienceConfig, ExperienceJoin
 from headrace.streams.fold import Fold
 from headrace.streams.processor import Event
@@ -81,11 +81,15 @@ def test_growing_state_is_not_written_again_and_again(monkeypatch: pytest.Monkey
     assert max(map(len, log.values())) < 3_000
     again = restored(log)
     assert again.open_bytes == fold.open_bytes
-    apply(again, step("a", 0, 400, last=True), reward("a", 0, "tests", 1.0), reward("a", 0, "format", 1.0))
+    monkeypatch.setattr(changelog, "HEAD_BYTES", 1 << 30)
+    apply(again, step("a", 0, 400))
+    [(_, head)] = again.drain().entries
+    assert len(changelog._decompressed(head or b"")) < 4_000, "what is sealed is not in the head again"
+    apply(again, step("a", 0, 401, last=True), reward("a", 0, "tests", 1.0), reward("a", 0, "format", 1.0))
     apply(again, *rollout("a", 1))
     (output,) = (changes := again.drain()).outputs
     assert isinstance(output.record, Experience)
-    assert [s.step for s in output.record.rollouts[0].steps] == list(range(401))
+    assert [s.step for s in output.record.rollouts[0].steps] == list(range(402))
     assert stored(changes.entries, log).keys() == {b"a"}
 
 
@@ -126,6 +130,12 @@ def test_stray_segments_are_removed() -> None:
     fold = restored({b"a\x000.0": b"anything"})
     assert fold.counts["stray"] == 1
     assert fold.drain().entries == [(b"a\x000.0", None)]
+
+
+def test_forgetting_removes_everything() -> None:
+    """A key that is forgotten leaves neither its head nor any chunk behind."""
+    gone = Changelog(ExperienceJoin()).forget("a", (1, 2))
+    assert gone == [(b"a\x000.0", None), (b"a\x001.0", None), (b"a\x001.1", None), (b"a", None)]
 
 
 def test_damaged_state_is_named() -> None:

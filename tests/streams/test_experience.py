@@ -104,6 +104,14 @@ def test_no_prompt() -> None:
     assert (experience.group_size, experience.missing, experience.env) == (1, (3,), "")
 
 
+def test_a_late_prompt_is_waited_for_by_its_own_deadline() -> None:
+    """Once the Prompt is there, the wait for it no longer counts."""
+    fold = Fold(ExperienceJoin(CONFIG))
+    feed(fold, [step("g", 0, 0), prompt("g", size=1)])
+    assert advance(fold, DEADLINE_MS) == []
+    assert [experience.closed for experience in advance(fold, DEADLINE_MS + 1)] == ["timeout"]
+
+
 def test_group_over_its_bytes() -> None:
     """A group over `group_bytes_max` goes out failed and without rollouts, and stays closed."""
     fold = Fold(ExperienceJoin(ExperienceConfig(group_bytes_max=10_000)))
