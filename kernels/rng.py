@@ -42,7 +42,7 @@ def uniform(keys: Tensor | int, counters: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def gumbel(key_R: Tensor, position_R: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise, float32 `[R, V]`: row r depends on `key_R[r]` and `position_R[r]` alone (int64)."""
+    """Standard Gumbel noise, float32 `[R, V]`: row r depends on `key_R[r]`, `position_R[r]` (int64) alone."""
     row_R1 = uniform_bits(key_R, position_R).unsqueeze(1)
     columns_V = _columns(-(-vocabulary // _LANES) * _LANES)
     noise_RV = torch.empty(len(key_R), len(columns_V))

@@ -101,7 +101,7 @@ def train(
         for tokens_BT, weights_BT in batch:
             nll, balance = loss_sums(config.model, weights, tokens_BT, weights_BT)
             part = nll / total + config.balance_weight * balance * tokens_BT.numel() / config.batch_tokens
-            part.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(part)
             loss += float(nll.detach()) / total
             seen_tokens += tokens_BT.numel()
         optimizer.step(_rate(config, step))

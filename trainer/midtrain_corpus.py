@@ -81,13 +81,13 @@ def read(
 
     Raises ConfigError for a distribution that is not installed or that the tasks are made of.
     """
+    files = {name: _files(name) for name in ["python", *sorted(distributions)]}
     seen: set[str] = set()
     functions: list[Function] = []
     sources: list[Source] = []
     context = multiprocessing.get_context("forkserver")  # the caller may hold torch's threads
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        for name in ["python", *sorted(distributions)]:
-            version, paths = _files(name)
+        for name, (version, paths) in files.items():
             jobs = [(path, characters_max) for path in _within(paths, distribution_bytes_max)]
             before = len(functions)
             for found in pool.map(_functions_of, jobs, chunksize=8):

@@ -36,13 +36,17 @@ def test_elementwise_pieces_do_not_depend_on_the_batch() -> None:
 def test_silu_and_norm_have_their_known_values() -> None:
     """silu(0) = 0, silu(ln 3) = ln 3 * 3/4; the norm of (3, 4) is (3, 4) / sqrt(12.5)."""
     log3 = torch.log(torch.tensor(3.0))
-    assert invariant.silu(torch.stack([torch.zeros(()), log3])).tolist() == pytest.approx([0, float(log3) * 0.75])
+    assert invariant.silu(torch.stack([torch.zeros(()), log3])).tolist() == pytest.approx(
+        [0, float(log3) * 0.75]
+    )
     normed = invariant.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
     assert normed.tolist() == [pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5])]
 
 
 def test_a_masked_block_changes_nothing() -> None:
-    """Attention over 64 visible keys is the same with a hidden block behind them, and is the plain softmax to rounding."""
+    """Attention over 64 visible keys is the same with a hidden block behind them, and is the plain softmax to
+    rounding.
+    """
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(3, size, 32, generator=generator) for size in (16, 128, 128))
     hidden = torch.arange(128).view(1, 1, -1) >= 64

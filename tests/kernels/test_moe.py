@@ -25,7 +25,7 @@ def test_grouped_experts_equal_the_reference_with_gradients(rows: int) -> None:
         scores_NE = moe.router(x_NC, router_EC)
         routes_NK = moe.choose(scores_NE, 2)
         out_NC = function(x_NC, routes_NK, moe.gate(scores_NE, routes_NK), up_EWC, down_ECW)
-        (out_NC * torch.linspace(-1, 1, 32)).sum().backward()
+        torch.autograd.backward((out_NC * torch.linspace(-1, 1, 32)).sum())
         grads.append([out_NC.detach(), *(leaf.grad for leaf in leaves)])
     for fast, plain in zip(*grads, strict=True):
         assert torch.allclose(fast, plain, atol=1e-5), (fast - plain).abs().max()
@@ -46,7 +46,9 @@ def test_a_rows_experts_do_not_depend_on_the_batch() -> None:
 
 
 def test_choice_gate_and_balance_by_hand() -> None:
-    """Best first, the lower of equals; the gate is a softmax over the chosen alone; an even split has balance 1."""
+    """Best first, the lower of equals; the gate is a softmax over the chosen alone; an even split has balance
+    1.
+    """
     scores_NE = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 0.0, 0.0, 0.0]])
     routes_NK = moe.choose(scores_NE, 2)
     assert routes_NK.tolist() == [[1, 2], [0, 1]]

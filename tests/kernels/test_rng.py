@@ -16,7 +16,7 @@ def test_splitmix_reference_values() -> None:
 
 
 def test_gumbel_rows_do_not_depend_on_the_batch() -> None:
-    """A row's noise is the same alone and among 40 others, and for a smaller vocabulary it is the beginning."""
+    """A row's noise is the same alone and among 40; for a smaller vocabulary it is the beginning."""
     keys = torch.tensor([rng.key("run", group, 3) for group in range(40)])
     positions = torch.arange(40) % 7
     noise = rng.gumbel(keys, positions, 2048)

@@ -101,13 +101,13 @@ class Decoder:
             q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope)
             k_layers.append([attention.key_rows(k[span]) for span in spans])
             v_layers.append([attention.key_rows(v[span]) for span in spans])
-            attended_NC = torch.zeros_like(x_NC)
+            attended_NC = x_NC.new_zeros(len(x_NC), config.heads * config.head_width)
             for index, span in enumerate(spans):
                 place, hidden = own[index]
                 keys = Keys(k_layers[-1][index], v_layers[-1][index], hidden, place)
                 q_XD = q[span].reshape(-1, config.head_width)
                 attended = attention.attend(q_XD, None, [(len(q_XD), keys)])
-                attended_NC[span] = attended.view(-1, config.heads * config.head_width)
+                attended_NC[span] = attended.view(len(q_XD) // config.heads, -1)
             x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, None)
             routes.append(routing.used_NK.to(torch.uint8))
         routes_NLK = torch.stack(routes, 1)

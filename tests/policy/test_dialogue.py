@@ -1,0 +1,80 @@
+"""Tokenizer and dialogue: holes never change tokens, text never becomes a special token."""
+
+import inspect
+import textwrap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import PolicyError
+from headrace.policy import dialogue, source, tokenizer
+from headrace.policy.checkpoint import load_seed
+from headrace.policy.dialogue import Call, Malformed
+
+CODEC = load_seed()[2]
+TEXT = source.canonical(inspect.getsource(textwrap))
+HOLES = source.holes(TEXT)
+SPECIAL = CODEC.special
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(HOLES))
+def test_a_hole_never_changes_the_tokens_around_it(hole: source.Hole) -> None:
+    """tokens(prefix) + tokens(fill) + tokens(suffix) == tokens(whole)."""
+    prefix, suffix = TEXT[: hole.start], TEXT[hole.end :]
+    assert CODEC.encode(prefix) + CODEC.encode(hole.text) + CODEC.encode(suffix) == CODEC.encode(TEXT)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_survives_and_never_yields_a_special_token(text: str) -> None:
+    """decode(encode(x)) == x, with ids below the special ones, whatever the text."""
+    ids = CODEC.encode(text)
+    assert CODEC.decode(ids) == text
+    assert all(token < tokenizer.BPE_ENTRIES for token in ids)
+
+
+@pytest.mark.parametrize("name", tokenizer.SPECIAL)
+def test_special_names_in_a_program_are_plain_text(name: str) -> None:
+    """A program that contains the name of a special token can't inject it, in prompt, fill or result."""
+    text = f" x = '{name}'"
+    assert set(CODEC.encode(text)).isdisjoint(SPECIAL.values())
+    assert dialogue.parse_call(CODEC, dialogue.call_tokens(CODEC, text)) == Call(text)
+    prompt = dialogue.prompt_tokens(CODEC, text, text)
+    assert sum(token in SPECIAL.values() for token in prompt) == 3
+    assert sum(token in SPECIAL.values() for token in dialogue.result_tokens(CODEC, text, 40)) == 2
+
+
+def test_the_template() -> None:
+    """task prefix hole suffix turn; call fill end; result text turn, cut to the limit."""
+    assert CODEC.decode(dialogue.prompt_tokens(CODEC, " a", " b")) == "<|task|> a<|hole|> b<|turn|>"
+    assert CODEC.decode(dialogue.call_tokens(CODEC, " +")) == "<|call|> +<|end|>"
+    assert CODEC.decode(dialogue.result_tokens(CODEC, "no", 40)) == "<|result|>no<|turn|>"
+    cut = dialogue.result_tokens(CODEC, "expected 1, got 2 " * 50, 40)
+    assert len(cut) == 40 and cut[-1] == SPECIAL["<|turn|>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([], "empty turn"),
+        ([5, SPECIAL["<|end|>"]], "no <|call|> at the start"),
+        ([SPECIAL["<|call|>"], 5], "no <|end|>: cut off"),
+        ([SPECIAL["<|call|>"], SPECIAL["<|end|>"]], "empty call"),
+        ([SPECIAL["<|call|>"], 5, SPECIAL["<|end|>"], 5], "tokens after <|end|>"),
+        ([SPECIAL["<|call|>"], SPECIAL["<|turn|>"], SPECIAL["<|end|>"]], "special token inside the call"),
+        ([SPECIAL["<|call|>"], CODEC.encode("é")[0], SPECIAL["<|end|>"]], "bytes that are not UTF-8"),
+    ],
+)
+def test_malformed_turns_have_a_reason(tokens: list[int], reason: str) -> None:
+    """Every way to go wrong has its own fixed sentence."""
+    assert dialogue.parse_call(CODEC, tokens) == Malformed(reason)
+
+
+def test_a_foreign_tokenizer_is_refused() -> None:
+    """Bytes that are no tokenizer, and ids outside the vocabulary, give a clear error."""
+    with pytest.raises(PolicyError, match=r"^tokenizer: expected a tokenizer in JSON"):
+        tokenizer.Tokenizer(b"{}")
+    with pytest.raises(PolicyError, match=r"^tokenizer: expected an id in 0..2047, got 2048"):
+        CODEC.decode([2048])
