@@ -5,6 +5,7 @@ one program a job, a group of 8 a job, 64 a job; the last compares with a bare i
 """
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -59,12 +60,14 @@ def bare() -> list[object]:
 
 
 def main() -> None:
+    load = os.getloadavg()[0]
     rows = [bare()]
     for isolation in ("namespaces", "landlock"):
         for programs_a_job in PROGRAMS_A_JOB:
             rows.append(asyncio.run(rate(isolation, 1, programs_a_job)))
         rows.append(asyncio.run(rate(isolation, 2, 8)))
     print(header("Sandbox: checked programs per second"))
+    print(f"{TASKS} tasks; load of the machine when it began: {load:.1f}.\n")
     print(table(["walls", "servers", "programs a job", "programs / s", "passed", "start, ms"], rows))
 
 
