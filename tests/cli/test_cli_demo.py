@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,17 +22,26 @@ SMALL = (
     *("--evaluation.tasks", "8", "--evaluation.samples", "1", "--evaluation.watch_tasks", "4"),
     *("--run.groups_per_step", "8", "--run.group_size", "4"),
 )
-pytestmark = pytest.mark.timeout(180)
+DEADLINE_S = 240.0
+"""Of each wait: seconds on an idle machine, minutes on a crowded one."""
+pytestmark = pytest.mark.timeout(600)
 
 
-def demo(run_dir: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def demo(run_dir: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A demo as a process; it doesn't outlive the test, and its children don't outlive it."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "headrace", "demo", "--run-dir", str(run_dir), *SMALL, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def view(run_dir: Path) -> RunView:
@@ -45,19 +56,19 @@ def test_demo_trains_resumes_and_stops(tmp_path: Path, capsys: pytest.CaptureFix
     """Two steps and a report, then more until SIGTERM: the ledger is contiguous, nothing trained twice,
     no process left."""
     run_dir = tmp_path / "run"
-    first = demo(run_dir, "--steps", "2")
-    told, _ = first.communicate(timeout=120)
+    with demo(run_dir, "--steps", "2") as first:
+        told, _ = first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 0, told
     assert "held-out pass rate, weights v0 -> v2" in told
     assert (run_dir / "report/report.html").is_file()
     assert living(run_dir) == {}
 
-    second = demo(run_dir, "--minutes", "5")
-    end = time.monotonic() + 90
-    while view(run_dir).step < 4 and second.poll() is None and time.monotonic() < end:
-        time.sleep(0.5)
-    second.send_signal(signal.SIGTERM)
-    told, _ = second.communicate(timeout=60)
+    with demo(run_dir, "--minutes", "5") as second:
+        end = time.monotonic() + DEADLINE_S
+        while view(run_dir).step < 4 and second.poll() is None and time.monotonic() < end:
+            time.sleep(0.5)
+        second.send_signal(signal.SIGTERM)
+        told, _ = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 128 + signal.SIGTERM, told
     assert f"go on with: headrace demo --run-dir {run_dir}" in told
     assert living(run_dir) == {}

@@ -155,9 +155,14 @@ def reading(sampled: "Difference", greedy: "Difference") -> list[str]:
 def next_commands(where: Place) -> list[str]:
     """What to try next, with this run's directory."""
     home = _short(where.home)
-    kafka = where.settings.bus.address.startswith(options.LOCAL_KAFKA)
+    address = where.settings.bus.address
+    broker = _short(Path(address.removeprefix(options.LOCAL_KAFKA)))
     commands = [
-        *([("headrace kafka up", "the broker that this run lies on")] if kafka else []),
+        *(
+            [(f"headrace kafka up --dir {broker}", "the broker that this run lies on")]
+            if address.startswith(options.LOCAL_KAFKA)
+            else []
+        ),
         (f"headrace demo --run-dir {home}", "go on training"),
         (f"headrace topics --run-dir {home}", "what lies in the log"),
         (f"headrace tail experience -n 3 --run-dir {home}", "closed groups, decoded"),

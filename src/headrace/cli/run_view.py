@@ -149,6 +149,10 @@ class RunView:
         values = [point.metrics[metric] for point in self.steps[-steps:] if metric in point.metrics]
         return sum(values) / len(values) if values else None
 
+    def most(self, metric: str, steps: int = STEPS_RECENT) -> float | None:
+        """Largest value of a metric over the newest steps."""
+        return max((p.metrics[metric] for p in self.steps[-steps:] if metric in p.metrics), default=None)
+
     def per_second(self, metric: str, steps: int = STEPS_RECENT) -> float | None:
         """Sum of a metric over the newest steps, by the time that they took, waiting for groups included. A
         pause between two demos is nobody's time."""

@@ -69,7 +69,7 @@ def lines(view: RunView, now_ms: int) -> list[tuple[str, str]]:
         ("held-out pass rate", held_out_text(view)),
         (
             "lag in versions",
-            f"{number(view.recent(LAG), 2)} mean, {number(view.recent(LAG_MAX), 0)} max",
+            f"{number(view.recent(LAG), 2)} mean, {number(view.most(LAG_MAX), 0)} max",
         ),
         ("tokens/s", number(view.per_second(TOKENS), 0)),
         ("units", f"{view.prompts} issued, {view.in_flight} in flight, {view.trained} trained"),
