@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from faust.types import TP
 from headrace import log
 from headrace.bus import open_bus
 from headrace.bus.dead_letters import dead_letter
-from headrace.bus.protocol import Delivery, Message, TopicPartition, partition_of
+from headrace.bus.protocol import Bus, Delivery, Message, TopicPartition, partition_of
 from headrace.clock import Clock, SystemClock
 from headrace.errors import WireError
 from headrace.store.blobs import Blobs
@@ -61,11 +61,16 @@ def stream_app(
     brokers: str,
     blobs: Blobs,
     config: FaustConfig,
+    *,
     clock: Clock | None = None,
+    security: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> faust.App:
-    """A Faust app that runs `processor` on Kafka at `brokers` (`host:port[,host:port]`). `settings` are
-    Faust's own and win."""
+    """A Faust app that runs `processor` on Kafka at `brokers` (`host:port[,host:port]`).
+
+    `settings` are Faust's own and win (`broker_credentials` for TLS and SASL); `security` is the same for the
+    bus that makes the topics first.
+    """
     name = f"headrace-streams-{processor.name}"
     app = _App(
         name,
@@ -86,7 +91,7 @@ def stream_app(
             **settings,
         },
     )
-    app.brokers = brokers
+    app.bus = lambda: open_bus(f"kafka:{brokers}", security=security)
     host = FaustHost(app, processor, blobs, clock or SystemClock(), config)
     topic = app.topic(
         *(topic.name for topic in processor.inputs), key_serializer="raw", value_serializer="raw"
@@ -117,11 +122,11 @@ class _Boot(BootStrategy):
 
 class _App(faust.App):
     BootStrategy = _Boot
-    brokers: str
+    bus: Callable[[], Bus]
 
     async def on_first_start(self) -> None:
         # A missing output topic would block the agent for ever, with an error line every 100 ms.
-        async with open_bus(f"kafka:{self.brokers}") as bus:
+        async with self.bus() as bus:
             for difference in await bus.create_topics(list(TOPICS.values())):
                 log.event(_logger, "topic differs", level=logging.WARNING, difference=difference)
         await super().on_first_start()
