@@ -80,10 +80,17 @@ class Batches:
                 continue
             batch.entries.append(entry)
             batch.deliveries[entry.place] = delivery
-            if entry.consumed.group_id not in seen:
+            if entry.consumed.group_id not in seen and self._is_ours(entry):
                 fresh.add(entry.consumed.group_id)
         self._positions = batch.positions
         return batch
+
+    def _is_ours(self, entry: Entry) -> bool:
+        """Whether a group of this run was closed by it. Of bytes that can't be read only the key speaks: the
+        feed's ids begin with the run's name."""
+        return isinstance(entry.experience, Experience) or entry.consumed.group_id.startswith(
+            f"{self._run_name}-"
+        )
 
     async def _read(self, batch: Batch, fresh: int, stop: asyncio.Event) -> bool:
         """Fills `_ahead`; False when told to stop. An alarm each `alarm_ms` in which nothing came."""

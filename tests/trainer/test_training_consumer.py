@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from trainer_records import consumed
-from training_place import CONFIG, Place, check_whole, messages
+from training_place import CONFIG, Place, all_of, check_whole, messages
 from training_process import Delegate, seed
 
 from headrace.bus.protocol import Message
@@ -32,11 +32,24 @@ def test_groups_of_other_runs_are_passed_over(place: Place) -> None:
 
     async def scenario() -> None:
         async with place.opened() as bus:
-            strange = [
-                msgspec.structs.replace(g, run="other", group_id="o" + g.group_id) for g in place.groups(3)
-            ]
+            strange = Place(place.directory, name="other").groups(3)
             await bus.produce(messages([*strange, *place.groups(6)]))
             check_whole(await place.train(bus), place.units(6))
+
+    asyncio.run(scenario())
+
+
+def test_junk_of_nobody_takes_no_place_in_a_step(place: Place) -> None:
+    """Bytes that can't be read, under a key of another run: dead-lettered; the step has its two groups."""
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            [junk, *good] = messages(place.groups(7))
+            await bus.produce([Message(junk.topic, b"else-0", b"\xc1", junk.headers), *good])
+            steps = await place.train(bus)
+            check_whole(steps, place.units(7)[1:])
+            assert [d.group_id for step in steps for d in step.drops] == ["else-0"]
+            assert len(await all_of(bus, "dead.letters")) == 1
 
     asyncio.run(scenario())
 

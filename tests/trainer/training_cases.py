@@ -40,10 +40,8 @@ class TrainingCases:
                 assert sorted(ledger.published) == [0, 1, 2, 3]
                 kinds = {v: [e.kind for e in r.encodings] for v, r in ledger.published.items()}
                 assert kinds == {0: ["full"], 1: ["delta"], 2: ["full", "delta"], 3: ["delta"]}
-                committed = positions_by_name(
-                    await bus.committed(f"trainer-{place.run.name}", [EXPERIENCE.name])
-                )
-                assert committed == steps[-1].positions
+                committed = await bus.committed(f"trainer-{place.run.name}", [EXPERIENCE.name])
+                assert positions_by_name(committed) == steps[-1].positions
                 assert [step.checkpoint is not None for step in steps] == [False, True, True]
                 full = ledger.published[2].encodings[0]
                 data = await Blobs.open(place.store).get(full.uri, full.sha256)
@@ -108,7 +106,7 @@ class TrainingCases:
                 admitted = [unit for step in steps for unit in step.admitted]
                 assert sorted(admitted) == place.units(6)
                 drops = [(d.group_id, d.reason) for step in steps for d in step.drops]
-                assert drops == [(first.group_id, "duplicate")] * 2
+                assert drops.count((first.group_id, "duplicate")) == 2
                 # Replayed from the seed, duplicates included, the ledger gives the same weights.
                 for step in steps:
                     if step.checkpoint:
@@ -124,7 +122,7 @@ class TrainingCases:
         async def scenario() -> None:
             async with place.opened() as bus:
                 good = messages(place.groups(4))
-                junk_id, bad_id = f"{place.run.name}.junk", f"{place.run.name}.bad"
+                junk_id, bad_id = f"{place.run.name}-junk", f"{place.run.name}-bad"
                 junk = Message(EXPERIENCE.name, junk_id.encode(), b"\xc1\xc1", good[0].headers)
                 broken = rollout(0, 1.0)
                 broken = msgspec.structs.replace(

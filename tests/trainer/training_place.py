@@ -38,7 +38,7 @@ class Place:
         return msgspec.structs.replace(self.run, steps_max=steps_max)
 
     def units(self, count: int) -> list[str]:
-        return [f"{self.run.name}.g{index}" for index in range(count)]
+        return [f"{self.run.name}-g{index}" for index in range(count)]
 
     def groups(self, count: int) -> list[Experience]:
         return [
@@ -98,4 +98,5 @@ def check_whole(steps: Sequence[TrainStep], units: Sequence[str]) -> None:
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     assert [step.root_before for step in steps[1:]] == [step.root_after for step in steps[:-1]]
     answered = [u for step in steps for u in (*step.admitted, *(d.group_id for d in step.drops))]
-    assert sorted(answered) == sorted(units)
+    run = f"{steps[0].run}-"  # a shared log may hold junk that is nobody's
+    assert sorted(unit for unit in answered if unit.startswith(run)) == sorted(units)
