@@ -48,7 +48,7 @@ def main() -> None:
         return
     while (request := _receive(channel)) is not None:
         try:
-            _send(channel, {"frames": _run(request, config)})
+            _send(channel, {"frames": _run(request, config, channel)})
         except Fault as fault:
             _send(channel, {"fault": str(fault)})
 
@@ -77,7 +77,7 @@ def _blind_hook(path: str, packages: list[str], finder: Any) -> Any:
     raise ImportError(path)
 
 
-def _run(job: dict[str, Any], config: dict[str, Any]) -> list[list[Any]]:
+def _run(job: dict[str, Any], config: dict[str, Any], channel: socket.socket) -> list[list[Any]]:
     if job["module"] not in sys.modules:
         try:
             importlib.import_module(job["module"])
@@ -94,7 +94,7 @@ def _run(job: dict[str, Any], config: dict[str, Any]) -> list[list[Any]]:
             _child(job, first, writable, config)
         os.close(writable)
         try:
-            first = _Supervision(job, first, frames, config).follow(readable, pid)
+            first = _Supervision(job, first, frames, config).follow(readable, pid, channel)
         finally:
             os.close(readable)
     return frames
@@ -144,12 +144,17 @@ class _Supervision:
         self._config = config
         self._buffer = b""
 
-    def follow(self, pipe: int, pid: int) -> int:
-        """The candidate to go on with in a new child; the number of candidates when all are through."""
+    def follow(self, pipe: int, pid: int, channel: socket.socket) -> int:
+        """The candidate to go on with in a new child; the number of candidates when all are through. Ends the
+        server when the worker hangs up."""
         end = ""
         patience = _Patience(pid, self._config)
         while not end and self._next[0] < self._ends[1]:
-            if not select.select([pipe], [], [], _LOOK_S)[0]:
+            ready = select.select([pipe, channel.fileno()], [], [], _LOOK_S)[0]
+            if channel.fileno() in ready:  # during a job a worker says nothing: it is gone
+                _bury(pid, patience_s=0)
+                raise SystemExit
+            if not ready:
                 end = patience.end()
             elif not (chunk := os.read(pipe, 1 << 16)):
                 end = "crash"

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -261,7 +263,7 @@ def test_child_killed_from_outside_is_no_outcome() -> None:
 def test_children_die_with_the_sandbox() -> None:
     """Stopping while a program sleeps leaves no process behind."""
 
-    async def scenario() -> int:
+    async def scenario() -> None:
         sandbox = await Sandbox.start(SandboxConfig(wall_ms=20_000), ["toolz"])
         running = asyncio.create_task(sandbox.run(job(program("import time\ntime.sleep(60)"))))
         (server,) = sandbox._servers
@@ -272,9 +274,34 @@ def test_children_die_with_the_sandbox() -> None:
         with pytest.raises(SandboxError):
             await running
         await _until(lambda: not Path(f"/proc/{child}").exists())
-        return server._process.returncode
+        assert server._process.returncode is not None
 
-    assert asyncio.run(scenario()) == -signal.SIGKILL
+    asyncio.run(scenario())
+
+
+def test_server_dies_with_its_worker() -> None:
+    """A worker that is killed in mid-job leaves neither its server nor a child of it."""
+    code = textwrap.dedent("""
+        import asyncio
+        from headrace.envs.config import SandboxConfig
+        from headrace.envs.sandbox import Job, Sandbox
+        async def main():
+            sandbox = await Sandbox.start(SandboxConfig(wall_ms=600_000), ["toolz"])
+            print(next(iter(sandbox._servers))._process.pid, flush=True)
+            await sandbox.run(Job("toolz.itertoolz", "take", ("import time; time.sleep(600)",), ()))
+        asyncio.run(main())
+    """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        server = int(worker.stdout.readline())
+
+        async def scenario() -> None:
+            await _until(lambda: bool(_children(server)))
+            child = _children(server)[0]
+            worker.kill()
+            await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, child)))
+
+        asyncio.run(scenario())
 
 
 def test_unknown_module_is_a_fault_not_an_outcome() -> None:
