@@ -23,7 +23,7 @@ $(STAMP): requirements.lock pyproject.toml
 		{ echo "make install: $(PYTHON) -m venv failed (on Debian: apt-get install python3-venv)"; exit 1; }
 	@test -x $(BIN)/uv || { test -x $(BIN)/pip || $(BIN)/python -m ensurepip -q; \
 		$(BIN)/python -m pip install -q --disable-pip-version-check "uv==$(UV_VERSION)"; }
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
 	@touch $@
 
