@@ -17,6 +17,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace import log
 from headrace.errors import HeadraceError, InferenceError, InferenceUnavailable, Overloaded
 from headrace.inference.config import InferenceConfig
 from headrace.inference.replica import Replica
@@ -61,14 +62,14 @@ async def run(config: InferenceConfig, stop: asyncio.Event, ready: Callable[[str
             await service.tell_health()
         address = _listen(server, config.address)
         await server.start()
-        _log.info("event=serving address=%s replica=%s slots=%d", address, config.replica, config.slots)
+        log.event(_log, "serving", address=address, replica=config.replica, slots=config.slots)
         ready(address)
         try:
             await _until(stop, replica)
         finally:
             await serving.enter_graceful_shutdown()
             await server.stop(config.stop_ms_max / 1000)
-            _log.info("event=stopped replica=%s", config.replica)
+            log.event(_log, "stopped", replica=config.replica)
 
 
 def _listen(server: grpc.aio.Server, address: str) -> str:
@@ -137,13 +138,14 @@ class _Service(InferenceServicer):
     ) -> pb.LoadWeightsReply:
         loaded = await self._replica.load(version=request.version, path=Path(request.path), root=request.root)
         await self.tell_health()
-        _log.info(
-            "event=weights version=%d serving=%s root=%s pause_ms=%.3f detail=%r",
-            request.version,
-            loaded.serving,
-            request.root[:12],
-            loaded.pause_ms,
-            loaded.detail,
+        log.event(
+            _log,
+            "weights",
+            version=request.version,
+            serving=loaded.serving,
+            root=request.root[:12],
+            pause_ms=loaded.pause_ms,
+            detail=loaded.detail,
         )
         return pb.LoadWeightsReply(
             serving=loaded.serving,

@@ -17,10 +17,14 @@ from tiny_model import (
 )
 
 from headrace.inference.config import InferenceConfig
+from headrace.inference.engine import Engine
 from headrace.inference.sampler import Draw, sample
+from headrace.inference.weights import ServedWeights
 from headrace.kernels.invariant import log_probs
+from headrace.policy import checkpoint
 from headrace.policy.decode import Decoder
-from headrace.policy.tree import Group, tree_logp
+from headrace.policy.dialogue import prompt_tokens
+from headrace.policy.tree import MISSING, Group, tree_logp
 from headrace.rpc.generation import Generation, Sequence
 
 SECOND_TURN = generation(
@@ -137,6 +141,29 @@ def test_logp_and_routes_are_those_of_the_trainer() -> None:
         given = len(turns[member].own_tokens)
         assert logp_T[: len(first[member].tokens)] == list(first[member].logp)
         assert logp_T[given:] == list(second[member].logp)
+
+
+def test_the_seed_on_policy_mismatch_is_zero() -> None:
+    """The shipped model at temperature 1: the trainer's log-probs minus the engine's are exactly 0, and with
+    the engine's routes replayed no route disagrees."""
+    model, tensors, tokenizer = checkpoint.load_seed()
+    engine = Engine(model, CONFIG)
+    engine.install(ServedWeights(version=0, root=checkpoint.weights_root(tensors), tensors=tensors))
+    engine.step()
+    prompt = tuple(prompt_tokens(tokenizer, "def f ( a , b ) :\n\treturn a", " b"))
+    done = complete(engine, generation("seed", prefix_tokens=prompt, members=4, tokens_max=40))[0]
+    shape = (-1, model.layers, model.experts_active)
+    routes = [torch.frombuffer(bytearray(done[m].routes), dtype=torch.uint8).view(shape) for m in range(4)]
+    missing = torch.full((1, model.layers, model.experts_active), MISSING, dtype=torch.uint8)
+    group = Group(
+        list(prompt),
+        [list(done[m].tokens) for m in range(4)],
+        routes[0][: len(prompt)],
+        [torch.cat((routes[m][len(prompt) :], missing)) for m in range(4)],
+    )
+    output = tree_logp(tensors, model, [group], 1.0)
+    assert [output.logp[0][m].tolist() for m in range(4)] == [list(done[m].logp) for m in range(4)]
+    assert output.route_disagreements == 0
 
 
 def test_logp_is_taken_at_the_sampling_temperature() -> None:
