@@ -43,7 +43,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Advantage (r - mean) / (std + 1e-6) instead of r - mean."""
     sequence_tokens_max: int = 512
     """Prompt and own part together; a longer member is withheld."""
-    microbatch_groups: int = 8
+    microbatch_groups: int = 4
     """Groups in one forward and backward; part of the result's bits."""
     threads: int = 1
     """Of torch; part of the result's bits."""
