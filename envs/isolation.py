@@ -76,9 +76,10 @@ def clone_child(namespaces: bool) -> int:
 
 def furnish_child(hidden: Iterable[str], tmp_bytes: int) -> None:
     """In a child with its own mount namespace: a sized /tmp, and nothing left to see under `hidden`."""
-    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={tmp_bytes},nr_inodes=256,mode=0777")
+    # /tmp last: a checkout may lie beneath it, and its paths are gone once the empty one is on top.
     for path in hidden:
         _mount("tmpfs", path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,nr_inodes=1,mode=0555")
+    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={tmp_bytes},nr_inodes=256,mode=0777")
     os.chdir("/tmp")
 
 
