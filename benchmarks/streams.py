@@ -86,7 +86,7 @@ _REWARD = Reward(
 def _step(turn: int) -> RolloutStep:
     rng = random.Random(turn)
     tokens_in, tokens_out = (30 if turn else 200), 16
-    shape = (tokens_in + tokens_out, 4, 2)
+    shape = (tokens_in + tokens_out - (turn == 0), 4, 2)
     return RolloutStep(
         run="benchmark",
         group_id="",
@@ -164,7 +164,8 @@ async def host(bus: Bus, command: Sequence[str], environment: dict[str, str], co
     and its last."""
     total = sum((await bus.ends(INPUTS)).values())
     environment = {**os.environ, **environment}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:  # noqa: ASYNC220 - a moment
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(command, env=environment, stdout=silent, stderr=silent) as process:  # noqa: ASYNC220 - a moment
         try:
             first, done = None, 0
             deadline_s = time.monotonic() + WAIT_S

@@ -9,6 +9,9 @@ A group opens at its Prompt, or at a step or reward that was read before it, and
     timeout    the Prompt's deadline passed by broker time; what is there goes out, `missing` names the rest
     failed     a worker gave the newest attempt up, a limit was passed, or no Prompt came; see `reason`
 
+A deadline and a worker's failure end a group at their broker time: what the log took until then counts,
+whenever it is read. So the outcome of equal records is equal, in whatever order the topics are read.
+
 After that the group is remembered for `closed_memory_ms`, so that nothing late can open it again. No reward
 is ever invented: a rollout without all of its required components has reward None.
 """
@@ -93,41 +96,40 @@ class ExperienceJoin:
         state = Open([]) if state is None else state
         group = state.group
         check(event.record, group.prompt)
-        if group.deadline_ms is not None and event.at_ms > group.deadline_ms:
+        if group.ends_ms is not None and event.at_ms > group.ends_ms:
             return Result(state, counts=("late",), changed=False)
         kept = Kept.of(event.at_ms, event.record)
         if not group.add(kept):
             return Result(state, counts=("duplicate",), changed=False)
         state.log.append(kept)
-        if isinstance(event.record, Prompt):
-            # Early records past the deadline do not count, whichever was read first.
+        if isinstance(event.record, Prompt | GroupFailed):
+            # Records after the group's end do not count, whichever was read first.
             state.__dict__["group"] = group = Group.of(state.log)
         if group.bytes > self._config.group_bytes_max:
             reason = f"group: expected at most {self._config.group_bytes_max} bytes, got {group.bytes}"
             return self.give_up(key, state, reason, group.last_ms)
         if group.complete:
             return self._close(key, group, "complete", "", group.last_ms)
-        if group.failure is not None and group.prompt is not None:
-            return self._close(key, group, "failed", group.failure.reason, group.last_ms)
-        due_ms = (
-            group.first_ms + self._config.orphan_ms if group.deadline_ms is None else group.deadline_ms + 1
-        )
-        return Result(state, timer_ms=due_ms)
+        return Result(state, timer_ms=self._end_ms(group) + 1)
 
     def on_timer(self, key: str, state: Open | Closed, now_ms: int) -> Result:
         if isinstance(state, Closed):
             return Result(None)
-        group = state.group
-        if group.deadline_ms is not None:
-            return self._close(key, group, "timeout", "", group.deadline_ms)
-        waited_ms = self._config.orphan_ms
-        reason = f"no prompt came within {waited_ms} ms" if group.failure is None else group.failure.reason
-        return self._close(key, group, "failed", reason, group.first_ms + waited_ms)
+        group, end_ms = state.group, self._end_ms(state.group)
+        if group.failure is not None:
+            return self._close(key, group, "failed", group.failure.reason, end_ms)
+        if group.prompt is not None:
+            return self._close(key, group, "timeout", "", end_ms)
+        reason = f"no prompt came within {self._config.orphan_ms} ms"
+        return self._close(key, group, "failed", reason, end_ms)
 
     def give_up(self, key: str, state: Open | Closed, reason: str, now_ms: int) -> Result:
         if isinstance(state, Closed):
             return Result(state, changed=False)
         return self._close(key, state.group, "failed", reason, now_ms, with_rollouts=False)
+
+    def _end_ms(self, group: Group) -> int:
+        return group.first_ms + self._config.orphan_ms if group.ends_ms is None else group.ends_ms
 
     def _close(
         self, key: str, group: Group, closed: Closing, reason: str, at_ms: int, *, with_rollouts: bool = True

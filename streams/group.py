@@ -90,18 +90,18 @@ class Group:
         self._any: Record | None = None
         self._newest = 0
         self._failed: GroupFailed | None = None
+        self._failed_ms = 0
         self._seen: set[Hashable] = set()
         self._members: dict[int, dict[int, Attempt]] = {}
         self._settled: set[int] = set()
 
     @classmethod
     def of(cls, log: list[Kept]) -> "Group":
-        """The group behind `log`; records after the Prompt's deadline do not count."""
+        """The group behind `log`; records after its end do not count, in whatever order they stand there."""
         group = cls()
         group.prompt = next((kept.prompt for kept in log if kept.prompt is not None), None)
-        deadline_ms = group.deadline_ms
-        for kept in log:
-            if kept.prompt is not None or deadline_ms is None or kept.at_ms <= deadline_ms:
+        for kept in sorted(log, key=lambda kept: kept.at_ms):
+            if kept.prompt is not None or group.ends_ms is None or kept.at_ms <= group.ends_ms:
                 group.add(kept)
         return group
 
@@ -125,12 +125,17 @@ class Group:
         elif kept.failed is not None:
             self._any = kept.failed
             if self._failed is None or kept.failed.attempt > self._failed.attempt:
-                self._failed = kept.failed
+                self._failed, self._failed_ms = kept.failed, kept.at_ms
         return True
 
     @property
-    def deadline_ms(self) -> int | None:
-        return None if self.prompt is None else self.prompt.deadline_ms
+    def ends_ms(self) -> int | None:
+        """The last broker time that counts: of a failure or the deadline. None: no Prompt yet."""
+        if self.prompt is None:
+            return None
+        return (
+            self.prompt.deadline_ms if self.failure is None else min(self._failed_ms, self.prompt.deadline_ms)
+        )
 
     @property
     def failure(self) -> GroupFailed | None:

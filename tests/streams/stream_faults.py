@@ -76,27 +76,27 @@ async def killed_in_mid_work(
     """Kills the join again and again while records come; returns the experiences once all groups are out and
     complete."""
     names = [f"{prefix}{index}" for index in range(groups)]
+    whole, halves = names[::2], names[1::2]
 
     async def feed() -> None:
-        for name in names:
+        for first, second in zip(whole, halves, strict=True):
+            records = [*rollout(first, 0), *rollout(first, 1), *rollout(second, 0)]
             for message in messages(
-                [prompt(name, deadline_ms=far_ms()), *rollout(name, 0), *rollout(name, 1)]
+                [*(prompt(name, deadline_ms=far_ms()) for name in (first, second)), *records]
             ):
                 await bus.produce([message])
-
-    async def out() -> int:
-        return len(set(names) & (await experiences(bus)).keys())
 
     feeding = asyncio.create_task(feed())
     for count in range(1, kills + 1):
         with process(command, tmp_path, environment):
 
             async def enough(share: float = count / (kills + 1)) -> bool:
-                return await out() >= share * groups
+                return len(set(whole) & (await experiences(bus)).keys()) >= share * len(whole)
 
             await until(enough, "a part of the groups")
+    await feeding
+    await bus.produce(messages(record for name in halves for record in rollout(name, 1)))
     with process(command, tmp_path, environment) as join:
-        await feeding
         await closed(bus, names)
         await probe(bus, prefix)
         assert await ended(join) == 0

@@ -17,6 +17,7 @@ from headrace.bus import open_bus
 from headrace.bus.protocol import Bus
 from headrace.errors import HeadraceError
 from headrace.store.blobs import Blobs
+from headrace.streams.hosts.bus import HostConfig
 from headrace.streams.run import StreamConfig, run
 
 
@@ -53,7 +54,7 @@ async def main(address: str, blobs: str, commit: int | None) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with open_bus(address) as bus:
         joined: Any = bus if commit is None else HangingBus(bus, commit)
-        await run(joined, StreamConfig(), stop, blobs=Blobs.open(blobs))
+        await run(joined, StreamConfig(host=HostConfig(records_max=20)), stop, blobs=Blobs.open(blobs))
 
 
 if __name__ == "__main__":

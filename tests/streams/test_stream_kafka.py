@@ -70,6 +70,7 @@ def faust_command(kafka: str, tmp_path: Path, *, store: str) -> tuple[list[str],
         "HEADRACE_FAUST__DIRECTORY": str(tmp_path / "faust"),
         "HEADRACE_FAUST__INSTANCE": "one",
         "HEADRACE_FAUST__QUIET_MS": "300",
+        "HEADRACE_FAUST__RECORDS_MAX": "20",
     }
 
 
