@@ -20,7 +20,7 @@ from headrace.trainer.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """By trained token, in the order of units, members, tokens: float32 `[N]`, `sequence` and `version`
+    """By trained token, in the order of units, members, tokens: float32 `[N]`, `sequence` and the versions
     int64. `sequence` counts the members of all units."""
 
     logp_N: Tensor
@@ -28,6 +28,8 @@ class Forward:
     advantage_N: Tensor
     sequence_N: Tensor
     version_N: Tensor
+    context_version_N: Tensor
+    """The oldest weights behind what was recorded and is used here, the shared prefix included."""
     entropy_sum: float
     routes: int
     """(token, layer) pairs whose recorded routes were used."""
@@ -46,7 +48,7 @@ def forward(weights: Weights, model: ModelConfig, units: SequenceOf[Unit]) -> Fo
     distinct = [_distinct(unit.sequences) for unit in units]
     groups = [_group(found) for found, _ in distinct]
     output = tree_logp(weights, model, groups, units[0].temperature)
-    logp, rollout, advantage, sequence, version = [], [], [], [], []
+    logp, rollout, advantage, sequence, version, context = [], [], [], [], [], []
     entropy = 0.0
     count = 0
     for unit, (_, slots), unit_logp, unit_entropy in zip(
@@ -59,6 +61,7 @@ def forward(weights: Weights, model: ModelConfig, units: SequenceOf[Unit]) -> Fo
             advantage.append(torch.full((member.tokens_trained,), value))
             sequence.append(torch.full((member.tokens_trained,), count))
             version.append(member.version_T[trained_T])
+            context.append(member.context_version_T[trained_T].clamp(max=unit.sequences[0].prefix_version))
             entropy += float(unit_entropy[slot][trained_T].double().sum())
             count += 1
     return Forward(
@@ -67,6 +70,7 @@ def forward(weights: Weights, model: ModelConfig, units: SequenceOf[Unit]) -> Fo
         advantage_N=torch.cat(advantage),
         sequence_N=torch.cat(sequence),
         version_N=torch.cat(version),
+        context_version_N=torch.cat(context),
         entropy_sum=entropy,
         routes=output.routes_replayed,
         routes_other=output.route_disagreements,

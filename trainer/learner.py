@@ -103,7 +103,7 @@ def _run_pass(
         loss = policy_loss(config.loss, now_N, tokens, tokens_total=tokens_total)
         places = ", ".join(unit.place for unit in batch)
         if not torch.isfinite(loss.loss):
-            raise TrainingError(f"{places}: expected a finite loss, got {float(loss.loss)}")
+            raise TrainingError(f"{places}: expected a finite loss, got {float(loss.loss.detach())}")
         loss.loss.backward()  # type: ignore[no-untyped-call]
         for name, leaf in leaves.items():
             if leaf.grad is not None and not torch.isfinite(leaf.grad).all():
@@ -151,7 +151,6 @@ def _first_pass_metrics(
     state: State, units: Sequence[Unit], done: _Pass, tokens_total: int
 ) -> dict[str, float]:
     runs = done.forwards
-    version_N = torch.cat([run.version_N for run in runs])
     routed = sum(run.routes for run in runs)
     sequences = [member for unit in units for member in unit.sequences]
     advantages = [advantage for unit in units for advantage in unit.advantages]
@@ -165,7 +164,10 @@ def _first_pass_metrics(
         "advantage.abs_mean": sum(abs(a) for a in advantages) / len(advantages),
         "route.disagreement": sum(run.routes_other for run in runs) / routed if routed else 0.0,
         **metrics.spread("length", [float(member.tokens) for member in sequences]),
+        **metrics.lag(state.version - torch.cat([run.version_N for run in runs])),
         **metrics.mismatch(
-            torch.cat(done.old), torch.cat([run.rollout_N for run in runs]), state.version - version_N
+            torch.cat(done.old),
+            torch.cat([run.rollout_N for run in runs]),
+            state.version - torch.cat([run.context_version_N for run in runs]),
         ),
     }

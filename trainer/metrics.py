@@ -1,7 +1,9 @@
 """The numbers of a step, as they stand in the ledger: flat names, one meaning each (docs/training.md).
 
 Mismatch compares the trainer's log-probabilities at the start of the step with those that the sampler
-reported, over trained tokens: exactly 0 on policy, and by lag, to tell lag from numerics.
+reported, over trained tokens: exactly 0 on policy, and by lag, to tell lag from numerics. The lag of a bucket
+is that of the oldest weights that took part in a token: one sampled after a swap saw keys and values from
+before it, and is not on policy.
 
 N trained tokens
 """
@@ -16,9 +18,15 @@ from headrace.trainer.loss import ratio
 from headrace.wire.records import Drop
 
 
-def mismatch(old_N: Tensor, rollout_N: Tensor, lag_N: Tensor) -> dict[str, float]:
+def lag(lag_N: Tensor) -> dict[str, float]:
+    """Versions between the weights that sampled a token and those of the step, as `lag_versions_max` counts
+    them."""
+    return {"lag.mean": float(lag_N.double().mean()), "lag.max": float(lag_N.max())} if lag_N.numel() else {}
+
+
+def mismatch(old_N: Tensor, rollout_N: Tensor, context_lag_N: Tensor) -> dict[str, float]:
     """k3 = ρ - log ρ - 1 with ρ = old / rollout (Schulman 2020, "Approximating KL divergence"); the
-    effective sample size is a share of N."""
+    effective sample size is a share of N. `context_lag`: versions to the oldest weights behind a token."""
     if not old_N.numel():
         return {}
     difference_N = (old_N - rollout_N).double()
@@ -31,14 +39,12 @@ def mismatch(old_N: Tensor, rollout_N: Tensor, lag_N: Tensor) -> dict[str, float
         "mismatch.abs_max": float(size_N.max()),
         "mismatch.ratio_above_2": float((ratio_N > 2).double().mean()),
         "mismatch.sample_size": float(ratio_N.sum().square() / (ratio_N.square().sum() * ratio_N.numel())),
-        "lag.mean": float(lag_N.double().mean()),
-        "lag.max": float(lag_N.max()),
     }
-    for lag in sorted(set(lag_N.tolist())):
-        at_lag = lag_N == lag
-        found[f"mismatch.lag{lag}.abs_mean"] = float(size_N[at_lag].mean())
-        found[f"mismatch.lag{lag}.abs_max"] = float(size_N[at_lag].max())
-        found[f"mismatch.lag{lag}.tokens"] = float(at_lag.sum())
+    for behind in sorted(set(context_lag_N.tolist())):
+        bucket_N = context_lag_N == behind
+        found[f"mismatch.lag{behind}.abs_mean"] = float(size_N[bucket_N].mean())
+        found[f"mismatch.lag{behind}.abs_max"] = float(size_N[bucket_N].max())
+        found[f"mismatch.lag{behind}.tokens"] = float(bucket_N.sum())
     return found
 
 

@@ -35,6 +35,11 @@ class Sequence:
     logp_T: Tensor
     version_T: Tensor
     """Weights version of each generated token, `NOT_GENERATED` elsewhere."""
+    context_version_T: Tensor
+    """The oldest weights that took part in each generated token: in sampling it or any before it, in the keys
+    and values that it saw, in the routes recorded up to it. `NOT_GENERATED` elsewhere."""
+    prefix_version: int
+    """Of the weights that computed the prefix, and chose its routes."""
     routes_SLK: Tensor | None
     """uint8: recorded experts of prefix and own part, `MISSING` where there is none (the last output)."""
     temperature: float
@@ -60,6 +65,8 @@ def sequence_of(rollout: Rollout, model: ModelConfig) -> Sequence:
     trained: list[NDArray[np.generic]] = []
     logp: list[NDArray[np.generic]] = []
     version: list[NDArray[np.generic]] = []
+    context: list[NDArray[np.generic]] = []
+    oldest = rollout.steps[0].weights_version
     for index, step in enumerate(rollout.steps):
         place = f"member {rollout.member}: step {index}"
         _check_order(rollout, step, index, length, prefix_length, place)
@@ -69,7 +76,12 @@ def sequence_of(rollout: Rollout, model: ModelConfig) -> Sequence:
         tokens += [given, made]
         trained += [silent, _mask(step, made.size, place)]
         logp += [silent, _logp(step, made.size, place)]
-        version += [silent + NOT_GENERATED, _versions(step, made.size, place)]
+        made_version = _versions(step, made.size, place)
+        oldest = min(oldest, step.weights_version)
+        made_context = np.minimum.accumulate(np.minimum(made_version, oldest))
+        oldest = int(made_context[-1]) if made.size else oldest
+        version += [silent + NOT_GENERATED, made_version]
+        context += [silent + NOT_GENERATED, made_context]
         length += given.size + made.size
     prompt = tokens[0].size
     if not 1 <= prefix_length <= prompt:
@@ -85,6 +97,8 @@ def sequence_of(rollout: Rollout, model: ModelConfig) -> Sequence:
         trained_T=torch.from_numpy(np.concatenate(trained))[prefix_length:].bool(),
         logp_T=torch.from_numpy(np.concatenate(logp))[prefix_length:].float(),
         version_T=torch.from_numpy(np.concatenate(version))[prefix_length:].long(),
+        context_version_T=torch.from_numpy(np.concatenate(context))[prefix_length:].long(),
+        prefix_version=rollout.steps[0].weights_version,
         routes_SLK=_routes(rollout, length, model),
         temperature=rollout.steps[0].temperature,
         oldest_version=min(

@@ -9,6 +9,7 @@ from trainer_records import MODEL, consumed, experience, pair, rollout
 
 from headrace.errors import WireError
 from headrace.trainer.admission import Admission, Entry, admit
+from headrace.trainer.sequence import sequence_of
 from headrace.wire.records import Experience, Rollout, Span
 
 
@@ -185,3 +186,23 @@ def test_sequence_of_two_turns() -> None:
     assert member.routes_SLK is not None
     assert member.routes_SLK[:, 0].tolist() == [[1, 3]] * 8 + [[255, 255]]
     assert unit.sequences[1].routes_SLK is None
+
+
+def test_the_oldest_weights_behind_a_token() -> None:
+    """Versions 3 3 | 4 in a turn that began at 3, then a turn wholly at 5: behind every token is 3, for its
+    keys, values or recorded routes are; a member that began at 5 has 5."""
+    old = rollout(0, 1.0, [((), (9, 10, 11)), ((12, 13), (14,))], version=3)
+    first, second = old.steps
+    spans = (Span(start=0, end=2, weights_version=3), Span(start=2, end=3, weights_version=4))
+    second = msgspec.structs.replace(
+        second, spans=(Span(start=0, end=1, weights_version=5),), weights_version=5
+    )
+    old = msgspec.structs.replace(old, steps=(msgspec.structs.replace(first, spans=spans), second))
+    member = sequence_of(old, MODEL)
+    assert member.version_T.tolist() == [3, 3, 4, -1, -1, 5]
+    assert member.context_version_T.tolist() == [3, 3, 3, -1, -1, 3]
+    assert member.prefix_version == 3
+    assert sequence_of(rollout(1, 0.0, version=5), MODEL).context_version_T.tolist() == [5, 5]
+    late = msgspec.structs.replace(first, spans=(Span(start=0, end=3, weights_version=4),))
+    began_before = sequence_of(msgspec.structs.replace(old, steps=(late, second)), MODEL)
+    assert began_before.context_version_T.tolist() == [3, 3, 3, -1, -1, 3]

@@ -19,7 +19,7 @@ from headrace.trainer.learner import Cancelled, learn
 from headrace.trainer.optimizer import adamw, clipped, gradient_norm
 from headrace.trainer.state import State, fresh, published, remember
 from headrace.trainer.step import StepResult, run_step
-from headrace.wire.records import Experience
+from headrace.wire.records import Experience, Span
 
 CONFIG = TrainerConfig(lr=1e-2, microbatch_groups=1)
 
@@ -208,6 +208,23 @@ def test_mismatch_by_lag() -> None:
     assert metrics["mismatch.lag0.abs_max"] == 0.0
     assert metrics["mismatch.lag1.abs_max"] > 0.1
     assert metrics["lag.mean"] == 0.5
+
+
+def test_a_token_after_a_swap_is_not_on_policy() -> None:
+    """Two tokens a member: one of a turn that saw the swap is sampled at version 1 and counts at lag 1 with
+    all of its turn; so does the turn's whole group, which shares the prompt of its first member."""
+    state = replace(_state(), step=1)
+    fresh_group, swapped = _on_policy(state, pair("a", version=1)), pair("b", version=1)
+    spans = (Span(start=0, end=1, weights_version=0), Span(start=1, end=2, weights_version=1))
+    first, second = swapped.rollouts
+    step = msgspec.structs.replace(first.steps[0], spans=spans, weights_version=0)
+    swapped = msgspec.structs.replace(
+        swapped, rollouts=(msgspec.structs.replace(first, steps=(step,)), second)
+    )
+    metrics = _step(state, fresh_group, swapped).metrics
+    assert metrics["mismatch.lag0.tokens"] == metrics["mismatch.lag1.tokens"] == 4.0
+    assert metrics["mismatch.lag0.abs_max"] == 0.0
+    assert metrics["lag.mean"] == 1 / 8
 
 
 def test_adamw_by_hand() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headrace.trainer.metrics import drop_counts, mismatch, spread
+from headrace.trainer.metrics import drop_counts, lag, mismatch, spread
 from headrace.wire.records import Drop
 
 
@@ -21,8 +21,13 @@ def test_mismatch_by_hand() -> None:
     assert found["mismatch.sample_size"] == pytest.approx(25 / 34)
     assert found["mismatch.lag0.abs_max"] == 0.0
     assert found["mismatch.lag2.abs_mean"] == pytest.approx(math.log(4))
-    assert (found["lag.mean"], found["lag.max"]) == (1.0, 2.0)
     assert mismatch(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == {}
+
+
+def test_lag() -> None:
+    """Of 0 and 2 versions: 1 in the mean; of nothing nothing."""
+    assert lag(torch.tensor([0, 2])) == {"lag.mean": 1.0, "lag.max": 2.0}
+    assert lag(torch.zeros(0, dtype=torch.int64)) == {}
 
 
 def test_drops_and_withheld_are_counted_apart() -> None:
