@@ -33,7 +33,7 @@ class MidtrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     out: Path
     seed: int = 1
-    steps: int = 3600
+    steps: int = 1600
     batch_tokens: int = 6000
     example_tokens_max: int = 320
     distributions: list[str] = msgspec.field(default_factory=midtrain_corpus.DISTRIBUTIONS.split)
@@ -47,7 +47,7 @@ class MidtrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_weight_first: float = 1.0
     context_weight_last: float = 0.15
     balance_weight: float = 0.01
-    checkpoint_steps: int = 500
+    checkpoint_steps: int = 200
     threads: int = 1
     model: ModelConfig = ModelConfig()
 

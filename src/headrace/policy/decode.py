@@ -19,28 +19,10 @@ from headrace.errors import PolicyError
 from headrace.kernels.invariant import KEY_BLOCK, ROW_TILE, padded
 from headrace.policy import attention, model
 from headrace.policy.attention import Keys
+from headrace.policy.decode_batch import OwnBatch, Prefix, PrefixStack, Row
 from headrace.policy.model import ModelConfig, Weights
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """A prompt after prefill: keys and values `[L, G, S, D]`, scores `[V]` of the next token, routes uint8
-    `[T, L, K]`."""
-
-    tokens: list[int]
-    k_LGSD: Tensor
-    v_LGSD: Tensor
-    logits_V: Tensor
-    routes_TLK: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """New tokens (one or many) to append to a slot that continues `prefix`."""
-
-    slot: int
-    prefix: Prefix
-    tokens: list[int]
+__all__ = ["Decoder", "Extension", "Prefix", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,7 @@ class Decoder:
         self._own_k = [torch.zeros(shape) for _ in range(config.layers)]
         self._own_v = [torch.zeros(shape) for _ in range(config.layers)]
         self._lengths = [0] * slots
-        self._prefixes = _PrefixStack(config)
+        self._prefixes = PrefixStack(config)
 
     def length(self, slot: int) -> int:
         """Tokens in the slot's own part."""
@@ -132,10 +114,7 @@ class Decoder:
         """
         config = self._config
         self._check(rows)
-        # Short rows share one batch of products; a long one (a tool's result) would make all of them as tall.
-        order = sorted(
-            range(len(rows)), key=lambda index: len(rows[index].tokens) > ROW_TILE // config.query_rows
-        )
+        order = OwnBatch.order(config, rows)
         ordered = [rows[index] for index in order]
         starts = [self._lengths[row.slot] for row in ordered]
         positions = [
@@ -146,7 +125,7 @@ class Decoder:
         tokens_N, position_N = _tile([token for row in ordered for token in row.tokens], positions)
         rope = model.rope_at(config, position_N)
         stack = self._prefixes.plan(ordered)
-        runs = self._runs(ordered, starts)
+        runs = OwnBatch.cut(config, ordered, starts)
         count = sum(len(row.tokens) for row in ordered)
         write_X = self._write_places(ordered, starts)
         x_NC = model.embed(weights, tokens_N)
@@ -163,13 +142,12 @@ class Decoder:
             routes.append(routing.used_NK[:count].to(torch.uint8))
         lengths = [len(row.tokens) for row in ordered]
         last_R = torch.tensor(lengths).cumsum(0) - 1
-        back = torch.empty(len(rows), dtype=torch.int64)
-        back[torch.tensor(order)] = torch.arange(len(rows))
-        logits_RV = model.logits(config, weights, x_NC.index_select(0, last_R[back]))
+        back = sorted(range(len(rows)), key=order.__getitem__)  # where the caller's rows went
+        logits_RV = model.logits(config, weights, x_NC.index_select(0, last_R[torch.tensor(back)]))
         by_row = torch.split(torch.stack(routes, 1), lengths)
         for row, start in zip(ordered, starts, strict=True):
             self._lengths[row.slot] = start + len(row.tokens)
-        return Extension(logits_RV, [by_row[int(index)] for index in back])
+        return Extension(logits_RV, [by_row[index] for index in back])
 
     def _check(self, rows: list[Row]) -> None:
         slots = [row.slot for row in rows]
@@ -193,123 +171,6 @@ class Decoder:
             [start + i for row, start in zip(rows, starts, strict=True) for i in range(len(row.tokens))]
         )
         return ((slot_N.unsqueeze(1) * groups + torch.arange(groups)) * keys + at_N.unsqueeze(1)).flatten()
-
-    def _runs(self, rows: list[Row], starts: list[int]) -> list["_Run"]:
-        short = sum(len(row.tokens) <= ROW_TILE // self._config.query_rows for row in rows)
-        parts = [(rows[:short], starts[:short]), (rows[short:], starts[short:])]
-        return [_Run(self._config, part, begin, len(self._lengths)) for part, begin in parts if part]
-
-
-class _Run:
-    """The queries of some rows over their own keys: the same for every layer of one `extend`."""
-
-    def __init__(self, config: ModelConfig, rows: list[Row], starts: list[int], slots_total: int) -> None:
-        slots = [row.slot for row in rows]
-        used = max(slots) + 1
-        # Most slots in use: the cache itself is the batch, no copy. Else the used ones are gathered.
-        dense = 2 * len(rows) >= used
-        self._slot_U = None if dense else torch.tensor(slots)
-        self._units = used if dense else len(rows)
-        units = slots if dense else list(range(len(rows)))
-        tokens_max = max(len(row.tokens) for row in rows)
-        self._keys = padded(
-            max(start + len(row.tokens) for row, start in zip(rows, starts, strict=True)), KEY_BLOCK
-        )
-        start_U = torch.full((self._units,), -1)
-        start_U[torch.tensor(units)] = torch.tensor(starts)
-        unit_N = torch.tensor([unit for unit, row in zip(units, rows, strict=True) for _ in row.tokens])
-        row_N = torch.tensor([i for row in rows for i in range(len(row.tokens))])
-        self._layout = attention.layout(
-            unit_N, row_N, self._units, tokens_max, config.heads_kv, config.query_rows
-        )
-        self._hidden = attention.causal(config.query_rows, tokens_max, self._keys, start_U, config.heads_kv)
-        self.count = len(self._layout.place_X)
-
-    def keys(self, k: Tensor, v: Tensor) -> Keys:
-        return Keys(self._view(k), self._view(v), self._hidden, self._layout)
-
-    def _view(self, cache: Tensor) -> Tensor:
-        part = cache[: self._units] if self._slot_U is None else cache[:, :, : self._keys][self._slot_U]
-        return part.flatten(0, 1)[:, : self._keys]
-
-
-class _PrefixStack:
-    """The prefixes in use side by side in one tensor per layer, so that one product serves all of them.
-
-    A prefix is copied in when it first appears, and its place is used again when it is no longer asked for.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._held: list[Prefix | None] = []
-        shape = (0, config.heads_kv, 0, config.head_width)
-        self._k = [torch.zeros(shape) for _ in range(config.layers)]
-        self._v = [torch.zeros(shape) for _ in range(config.layers)]
-
-    def plan(self, rows: list[Row]) -> "_PrefixPlan":
-        needed = {id(row.prefix): row.prefix for row in rows}
-        place = {id(held): index for index, held in enumerate(self._held) if held and id(held) in needed}
-        free = [index for index, held in enumerate(self._held) if held is None or id(held) not in needed]
-        new = [prefix for key, prefix in needed.items() if key not in place]
-        self._reserve(len(place) + len(new), max(prefix.k_LGSD.shape[2] for prefix in needed.values()))
-        free += range(len(self._held), self._k[0].shape[0])
-        self._held += [None] * (self._k[0].shape[0] - len(self._held))
-        for prefix, index in zip(new, free, strict=False):
-            self._held[index] = prefix
-            place[id(prefix)] = index
-            for layer in range(self._config.layers):
-                self._k[layer][index, :, : prefix.k_LGSD.shape[2]] = prefix.k_LGSD[layer]
-                self._v[layer][index, :, : prefix.v_LGSD.shape[2]] = prefix.v_LGSD[layer]
-        return _PrefixPlan(self._config, self._k, self._v, place, rows)
-
-    def _reserve(self, prefixes: int, keys: int) -> None:
-        have, _, have_keys, _ = self._k[0].shape
-        if prefixes <= have and keys <= have_keys:
-            return
-        more = (
-            padded(max(prefixes, have), 8),
-            self._config.heads_kv,
-            max(keys, have_keys),
-            self._config.head_width,
-        )
-        for stack in (self._k, self._v):
-            for layer, old in enumerate(stack):
-                stack[layer] = torch.zeros(more)
-                stack[layer][:have, :, :have_keys] = old
-
-
-class _PrefixPlan:
-    """The queries of one `extend` over the stacked prefixes."""
-
-    def __init__(
-        self, config: ModelConfig, k: list[Tensor], v: list[Tensor], place: dict[int, int], rows: list[Row]
-    ) -> None:
-        self._k, self._v = k, v
-        self._units = max(place.values()) + 1
-        length_U = torch.zeros(self._units, dtype=torch.int64)
-        filled = [0] * self._units
-        unit_N, row_N = [], []
-        for row in rows:
-            unit = place[id(row.prefix)]
-            length_U[unit] = len(row.prefix.tokens)
-            for _ in row.tokens:
-                unit_N.append(unit)
-                row_N.append(filled[unit])
-                filled[unit] += 1
-        self._keys = padded(int(length_U.max()), KEY_BLOCK)
-        self._hidden = attention.beyond(length_U, self._keys, config.heads_kv)
-        self._layout = attention.layout(
-            torch.tensor(unit_N),
-            torch.tensor(row_N),
-            self._units,
-            max(filled),
-            config.heads_kv,
-            config.query_rows,
-        )
-
-    def keys(self, layer: int) -> Keys:
-        k, v = (stack[layer][: self._units].flatten(0, 1)[:, : self._keys] for stack in (self._k, self._v))
-        return Keys(k, v, self._hidden, self._layout)
 
 
 def _whole(config: ModelConfig, tokens: int) -> tuple[attention.Layout, Tensor]:
