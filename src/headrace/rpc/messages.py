@@ -69,6 +69,7 @@ def request_of(message: pb.GenerateRequest) -> Generation:
 
 
 def event_message(progress: Progress) -> pb.GenerateEvent:
+    """`progress` as it goes over the wire; with everything about the sequence in its last event."""
     done = progress.completion
     if done is None:
         return pb.GenerateEvent(
