@@ -11,6 +11,7 @@ from headrace.cli.run_view import (
     LAG_MAX,
     MISMATCH,
     MISMATCH_MAX,
+    MISMATCH_ON_POLICY,
     REWARD,
     TOKENS,
     RunView,
@@ -36,9 +37,10 @@ def draw(found: Findings, path: Path) -> None:
     _curve(
         next(panels),
         view,
-        "mismatch |Δ log-prob|, sampler against trainer",
-        (MISMATCH, "mean", BLUE),
-        (MISMATCH_MAX, "most", ORANGE),
+        "|Δ log-prob|, sampler against trainer",
+        (MISMATCH, "mean, all lags", BLUE),
+        (MISMATCH_MAX, "most, all lags", ORANGE),
+        (MISMATCH_ON_POLICY, "most, on policy (0 = same bits)", "black"),
         bottom=0,
     )
     _tokens(next(panels), view)
