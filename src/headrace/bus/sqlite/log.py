@@ -175,6 +175,7 @@ def offset_at(db: sqlite3.Connection, tail: Tail, timestamp_ms: int) -> int:
 
 
 def create_topics(db: sqlite3.Connection, topics: Iterable[Topic]) -> list[Difference]:
+    """Creates those that are missing; the settings of existing ones that differ, left as they are."""
     differences = []
     for topic in topics:
         wanted = {
