@@ -4,7 +4,6 @@ itself.
 
 import asyncio
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +35,6 @@ def mortal(tmp_path_factory: pytest.TempPathFactory, kafka: str) -> Iterator[Pat
     local_kafka.down(directory)
 
 
-def kill(directory: Path) -> None:
-    pid = local_kafka.status(directory).pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
 def v(i: int) -> Message:
     return Message("one", b"k", b"%d" % i)
 
@@ -64,7 +57,7 @@ def test_broker_killed_under_everything(mortal: Path) -> None:
                 await transactor.commit([v(10)], group="other", positions={TP: 5})
                 assert len(await poll_until(m, 11)) == 11
                 await m.commit({TP: 11})
-                kill(mortal)
+                await asyncio.to_thread(local_kafka.down, mortal, kill=True)
                 producing = asyncio.create_task(bus.produce([v(11)]))
                 committing = asyncio.create_task(transactor.commit([v(12)], group="other", positions={TP: 6}))
                 await asyncio.to_thread(local_kafka.up, mortal)
@@ -101,7 +94,7 @@ def test_broker_that_stays_away(mortal: Path) -> None:
             async with bus.transactor("y") as transactor, bus.reader(await bus.ends(["one"])) as reader:
                 await bus.produce([v(100)])
                 await transactor.commit([v(101)])
-                kill(mortal)
+                await asyncio.to_thread(local_kafka.down, mortal, kill=True)
                 outcomes = await asyncio.gather(
                     bus.produce([v(102)]),
                     transactor.commit([v(103)]),

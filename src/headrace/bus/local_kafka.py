@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
 import uuid
@@ -25,11 +26,16 @@ VERSION = "4.3.1"
 START_S = 60.0  # 2.4 s on an idle machine
 STOP_S = 20.0
 FETCH_S = 600.0
-_JVM = ("-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+_JVM = (
+    *("-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"),
+    *("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"),
+)
 _POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
 <modelVersion>4.0.0</modelVersion><groupId>headrace</groupId><artifactId>broker</artifactId><version>1</version>
 <dependencies><dependency>
 <groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{version}</version>
+</dependency><dependency>
+<groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version>
 </dependency></dependencies>
 </project>
 """
@@ -94,12 +100,15 @@ def up(directory: Path, port: int = 0) -> str:
         return address
 
 
-def down(directory: Path) -> None:
-    """Stops the broker with SIGTERM, and after STOP_S with SIGKILL. Safe to call when none runs."""
+def down(directory: Path, *, kill: bool = False) -> None:
+    """Stops the broker with SIGTERM, and after STOP_S with SIGKILL; with `kill` at once, as a crash would.
+
+    It is dead on return. Safe to call when none runs.
+    """
     now = status(directory)
     if now.pid is None:
         return
-    for sign in (signal.SIGTERM, signal.SIGKILL):
+    for sign in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(now.pid, sign)
         deadline_s = time.monotonic() + STOP_S
@@ -153,7 +162,7 @@ def fetch_jars() -> Path:
 
 def _jars_dir() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "headrace" / "kafka" / VERSION
+    return cache / "headrace" / "kafka" / f"jars-{VERSION}"
 
 
 def _format(directory: Path, jars: Path, port: int) -> None:
@@ -204,10 +213,12 @@ def _classpath(jars: Path) -> list[str]:
 
 
 def _answers(address: str) -> bool:
+    """Whether the broker answers an ApiVersions request: its port is open for a while before it does."""
     host, _, port = address.partition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=1):
-            return True
+        with socket.create_connection((host, int(port)), timeout=1) as connection:
+            connection.sendall(struct.pack(">ihhih", 10, 18, 0, 1, -1))
+            return bool(connection.recv(4))
     except OSError:
         return False
 

@@ -21,6 +21,7 @@ from headrace.wire.topics import FOR_EVER, Topic
 
 BATCH_BYTES_MAX = 1_048_588
 TOMBSTONE_MS = 86_400_000
+SETTLE_S = 3.0  # a commit's markers take a few ms, after a restart of the broker some hundreds
 
 
 def settings_of(topic: Topic) -> dict[str, str]:
@@ -52,9 +53,9 @@ class Admin:
         self._tracked: set[str] = set()
 
     async def start(self) -> None:
-        await self._connection.started(self._client, self._client.start)
+        await self._connection.opened(self._client, self._client.start)
         for view in (self._committed_view, self._written_view):
-            await self._connection.started(view, view.start)
+            await self._connection.opened(view, view.start)
 
     async def stop(self) -> None:
         for view in (self._committed_view, self._written_view):
@@ -100,20 +101,21 @@ class Admin:
     async def ends(self, topics: Sequence[str]) -> dict[TopicPartition, int]:
         """Ends of the committed log, after transactions that are just being committed have settled.
 
-        A commit is acknowledged before its markers are in the partitions: a reader would see it a moment
-        later. So this waits until the committed end reaches what was written when the question came, or, with
-        a transaction left open by a dead process, gives up after a second: that one is not committed.
+        A commit is acknowledged before its markers are in the partitions: a reader would see it a moment later. So
+        this waits until the committed end reaches what was written when the question came. A transaction left open
+        by a dead process is not committed: after SETTLE_S the end before it is the answer.
         """
         partitions = await self._all(topics)
         written = await self._connection.call(
             "ends", lambda: _offsets(self._written_view.end_offsets, partitions)
         )
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + 1.0
+        deadline_s = None
         while True:
             ends = await self._connection.call(
                 "ends", lambda: _offsets(self._committed_view.end_offsets, partitions)
             )
+            deadline_s = deadline_s or loop.time() + SETTLE_S
             if all(ends[tp] >= written[tp] for tp in written) or loop.time() > deadline_s:
                 return ends
             await asyncio.sleep(0.005)

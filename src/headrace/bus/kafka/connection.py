@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from aiokafka.errors import (
     ConcurrentTransactions,
+    KafkaConnectionError,
     KafkaError,
     KafkaTimeoutError,
     ProducerClosed,
@@ -53,24 +54,35 @@ class Connection:
             **_secured(security),
         }
 
-    async def started(
-        self, client: _T, start: Callable[[], Awaitable[object]], *, wait_s: float | None = None
-    ) -> _T:
-        """`client` after `start()`. Raises BusUnavailable after `wait_s` (CONNECT_S), or at once when nothing
-        listens.
-        """
-        wait_s = wait_s or CONNECT_S
+    async def opened(self, client: _T, start: Callable[[], Awaitable[object]]) -> _T:
+        """`client` after `start()`. BusUnavailable at once when nothing listens, or after CONNECT_S."""
         try:
-            async with asyncio.timeout(wait_s):
-                await start()
-                await asyncio.sleep(0)  # aiokafka can't stop a client whose tasks have not begun to run
+            async with asyncio.timeout(CONNECT_S):
+                await _start(start)
         except TimeoutError as error:
             raise BusUnavailable(
-                f"kafka:{self.address}: expected a broker within {wait_s:g} s, none answered"
+                f"kafka:{self.address}: expected a broker within {CONNECT_S:g} s, none answered"
             ) from error
         except KafkaError as error:
             raise BusUnavailable(f"kafka:{self.address}: expected a broker, got {_text(error)}") from error
         return client
+
+    async def started(self, client: _T, start: Callable[[], Awaitable[object]], *, wait_s: float = 0.0) -> _T:
+        """`client` after `start()`, tried again for `retry_s`, and `wait_s` more, while the broker is away."""
+        last: BaseException | None = None
+        try:
+            async with asyncio.timeout(self.retry_s + wait_s):
+                while True:
+                    try:
+                        await _start(start)
+                        return client
+                    except KafkaConnectionError as error:
+                        last = error
+                    except KafkaError as error:
+                        raise self.named("start", error) from error
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        except TimeoutError as error:
+            raise self.late("start", last) from error
 
     async def call(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """The result of `attempt`, tried again for `retry_s` while the fault may pass. Raises as `named`."""
@@ -102,6 +114,11 @@ class Connection:
         if _may_pass(error):
             return BusUnavailable(f"{place}: {_text(error)}")
         return BusError(f"{place}: {_text(error)}")
+
+
+async def _start(start: Callable[[], Awaitable[object]]) -> None:
+    await start()
+    await asyncio.sleep(0)  # aiokafka can't stop a client whose tasks have not begun to run
 
 
 def _may_pass(error: KafkaError) -> bool:

@@ -176,17 +176,16 @@ async def membership(
         **connection.settings,
     )
     # A killed member's ghost holds a joining one up for a session.
-    wait_s = connection.retry_s + connection.session_ms / 1000
-    async with running(connection, member, wait_s=wait_s) as consumer:
+    async with running(connection, member, wait_s=connection.session_ms / 1000) as consumer:
         yield KafkaMember(connection, consumer, group)
 
 
 @contextlib.asynccontextmanager
 async def running(
-    connection: Connection, consumer: AIOKafkaConsumer, *, wait_s: float | None = None
+    connection: Connection, consumer: AIOKafkaConsumer, *, wait_s: float = 0.0
 ) -> AsyncIterator[AIOKafkaConsumer]:
     try:
-        yield await connection.started(consumer, consumer.start, wait_s=wait_s or connection.retry_s)
+        yield await connection.started(consumer, consumer.start, wait_s=wait_s)
     finally:
         await stop(consumer)
 

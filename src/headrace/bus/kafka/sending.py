@@ -191,7 +191,7 @@ async def start(connection: Connection, transactional_id: str | None = None) -> 
         retry_backoff_ms=RETRY_BACKOFF_MS,
     )
     try:
-        return await connection.started(producer, producer.start, wait_s=connection.retry_s)
+        return await connection.started(producer, producer.start)
     except BaseException:
         await abandon(producer)
         raise
