@@ -11,7 +11,6 @@ from headrace.cli.run_view import (
     LAG_MAX,
     MISMATCH,
     MISMATCH_MAX,
-    MISMATCH_ON_POLICY,
     REWARD,
     TOKENS,
     RunView,
@@ -38,9 +37,8 @@ def draw(found: Findings, path: Path) -> None:
         next(panels),
         view,
         "|Δ log-prob|, sampler against trainer",
-        (MISMATCH, "mean, all lags", BLUE),
-        (MISMATCH_MAX, "most, all lags", ORANGE),
-        (MISMATCH_ON_POLICY, "most, on policy (0 = same bits)", "black"),
+        (MISMATCH, "mean", BLUE),
+        (MISMATCH_MAX, "most", ORANGE),
         bottom=0,
     )
     _tokens(next(panels), view)

@@ -30,8 +30,6 @@ DUPLICATE = "duplicate"
 """A unit that came again: dropped, and already counted."""
 WAIT_S = "seconds.wait"
 MISMATCH, MISMATCH_MAX = "mismatch.abs_mean", "mismatch.abs_max"
-MISMATCH_ON_POLICY = "mismatch.lag0.abs_max"
-"""Where the sampler had the trainer's very weights: a difference is numerics alone, and must be 0."""
 
 
 @dataclass(frozen=True, slots=True)
