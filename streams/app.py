@@ -9,14 +9,13 @@ Settings come from the environment, under the names that `headrace` takes:
 import os
 from collections.abc import Mapping
 
-import faust
 import msgspec
 
 from headrace.config import resolve
 from headrace.errors import ConfigError
 from headrace.store.blobs import Blobs
 from headrace.streams.experience import ExperienceJoin
-from headrace.streams.hosts.faust import FaustConfig, stream_app
+from headrace.streams.hosts.faust import FaustConfig, StreamApp, stream_app
 from headrace.streams.run import StreamConfig
 
 
@@ -35,7 +34,7 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     faust: FaustConfig = FaustConfig()
 
 
-def experience_app(environment: Mapping[str, str]) -> faust.App:
+def experience_app(environment: Mapping[str, str]) -> StreamApp:
     """Raises ConfigError."""
     prefixes = tuple(f"HEADRACE_{name.upper()}__" for name in _Settings.__struct_fields__)
     ours = {name: value for name, value in environment.items() if name.startswith(prefixes)}

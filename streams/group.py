@@ -113,7 +113,8 @@ class Group:
         self._seen.add(identity)
         self.bytes += kept.bytes
         self.first_ms = kept.at_ms if self._any is None else min(self.first_ms, kept.at_ms)
-        self.last_ms = max(self.last_ms, kept.at_ms)
+        if kept.failed is None:  # a failure completes nothing
+            self.last_ms = max(self.last_ms, kept.at_ms)
         if kept.step is not None:
             self._any = kept.step
             self._add_step(kept.step)
