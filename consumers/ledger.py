@@ -34,10 +34,13 @@ class Ledger:
 
 async def read_ledger(bus: Bus, run_name: str) -> Ledger:
     """All that is committed now. Raises TrainingError for a ledger with a hole or a broken chain of roots, or
-    a record that can't be read: going on would train on a guess."""
+    a record under the run's key that can't be read: going on would train on a guess. What lies under another
+    key is not the run's: it can't keep its trainer from starting."""
     steps: list[TrainStep] = []
     published: dict[int, WeightsPublished] = {}
     async for delivery in _deliveries(bus):
+        if delivery.key != run_name.encode():
+            continue
         try:
             record = decode(delivery.topic, delivery.value or b"", delivery.headers)
         except WireError as error:

@@ -188,9 +188,8 @@ def _read_in_full(view: _View) -> Iterator[str]:
                 yield f"step {step.step}: consumes {unit.topic}[{unit.partition}]@{unit.offset}, past itself"
     consumed = {(u.topic, u.partition, u.offset) for step in view.steps for u in step.consumed}
     for place in view.experience:
-        topic, partition, offset = place
-        if offset < positions[topic, partition] and place not in consumed:
-            yield f"{topic}[{partition}]@{offset}: passed over by the trainer"
+        if place[2] < positions[place[:2]] and place not in consumed:
+            yield f"{place[0]}[{place[1]}]@{place[2]}: passed over by the trainer"
 
 
 def _lag(view: _View) -> Iterator[str]:

@@ -20,7 +20,7 @@ from headrace.bus import open_bus, protocol
 from headrace.bus.protocol import Bus, Delivery, Message, TopicPartition
 from headrace.cli.process import living
 from headrace.errors import BusUnavailable, WireError
-from headrace.wire.codec import DECODED_BYTES_MAX, at, decode, type_name
+from headrace.wire.codec import DECODED_BYTES_MAX, Headers, at, decode, type_name
 from headrace.wire.records import (
     DeadLetter,
     Experience,
@@ -194,10 +194,10 @@ async def started(run_dir: Path, address: str, *words: str) -> AsyncIterator[Fau
         await process.wait()
 
 
-def junk() -> list[tuple[bytes, protocol.Headers]]:
+def junk() -> list[tuple[bytes, Headers]]:
     """Values with headers that no reader may take: undecodable, of no known type, bombs, over the limit."""
 
-    def headers(topic_type: str, *more: tuple[str, bytes]) -> protocol.Headers:
+    def headers(topic_type: str, *more: tuple[str, bytes]) -> Headers:
         return (("ce_type", topic_type.encode()), *more)
 
     zeros = zstandard.ZstdCompressor(level=3).compress(bytes(DECODED_BYTES_MAX + 1))

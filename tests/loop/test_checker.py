@@ -163,6 +163,12 @@ def again(topic: str, index: int) -> Callable[[dict[str, list[r.Record]]], None]
     return lambda records: records[topic].append(records[topic][index])
 
 
+def passed_over(records: dict[str, list[r.Record]]) -> None:
+    """A seventh group lies before the last position, and no step consumed it."""
+    records["experience"].append(experience("late", 0))
+    edit("train.steps", 2, positions={"experience/0": 7})(records)
+
+
 FAULTS = {
     "train.steps: expected step 2, found 3": drop("train.steps", 1),
     "train.steps: expected step 4, found 3": again("train.steps", 2),
@@ -189,10 +195,7 @@ FAULTS = {
     "step 1: ('experience', 0, 0): consumed as a1, it is other": edit("experience", 0, group_id="other"),
     "step 3: experience/0 goes back to 3": edit("train.steps", 2, positions={"experience/0": 3}),
     "step 3: consumes experience[0]@5, past itself": edit("train.steps", 2, positions={"experience/0": 5}),
-    "experience[0]@6: passed over by the trainer": lambda records: (
-        edit("train.steps", 2, positions={"experience/0": 7})(records),
-        records["experience"].append(experience("late", 0)),
-    ),
+    "experience[0]@6: passed over by the trainer": passed_over,
     "step 3: a3/0: trained at lag 2": edit("experience", 4, rollouts=experience("a3", version=0).rollouts),
 }
 

@@ -1,7 +1,6 @@
 """The whole loop under faults on the embedded log."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from faulty_run import FaultyRun

@@ -223,3 +223,20 @@ def test_a_ledger_with_a_hole_is_refused(place: Place) -> None:
                 await read_ledger(bus, place.run.name)
 
     asyncio.run(scenario())
+
+
+def test_what_lies_under_another_key_is_not_of_the_ledger(place: Place) -> None:
+    """Bytes that are no record, of nobody, among steps and announcements: the run is read past them; under
+    the run's own key they are refused, for they may have been a step."""
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            await bus.produce([Message(topic, b"junk", b"\xc1") for topic in ("train.steps", "weights")])
+            await bus.produce(messages(place.groups(2)))
+            await place.train(bus, place.until(1))
+            assert len((await read_ledger(bus, place.run.name)).steps) == 1
+            await bus.produce([Message("train.steps", place.run.name.encode(), b"\xc1")])
+            with pytest.raises(TrainingError, match=r"train.steps\[0\]@\d+: expected a record of the ledger"):
+                await read_ledger(bus, place.run.name)
+
+    asyncio.run(scenario())
