@@ -198,14 +198,15 @@ def arrivals(draw: st.DrawFn) -> tuple[Arrivals, Arrivals]:
     order with repetitions. The deadline, and sometimes a failure, lie anywhere among them."""
     deadline_ms = draw(st.integers(1, 20))
     records: list[Record] = [record for member in range(3) for record in rollout("g", member)]
-    if draw(st.booleans()):
+    if draw(st.booleans()):  # who gives a group up has not finished it
+        records.remove(draw(st.sampled_from(records)))
         records.insert(draw(st.integers(0, len(records))), failed("g"))
     timed = list(enumerate([prompt("g", size=3, deadline_ms=deadline_ms), *records]))
     timed = [arrival for arrival in timed if draw(st.integers(0, 9))] or timed
     return timed, draw(st.permutations(timed + draw(st.lists(st.sampled_from(timed), max_size=6))))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(arrivals())
 def test_any_order_gives_the_same_outcome(both: tuple[Arrivals, Arrivals]) -> None:
     """In whatever order equal records are read, and however often, they close to the same experience,
