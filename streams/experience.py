@@ -10,8 +10,8 @@ A group opens at its Prompt, or at a step or reward that was read before it, and
     failed     a worker gave the newest attempt up, a limit was passed, or no Prompt came; see `reason`
 
 A deadline and a worker's failure end a group at their broker time: what the log took until then counts,
-whenever it is read. So the outcome of equal records is equal, in whatever order the topics are read. (A group that is complete
-closes at once, even if a failure from before is read later: nothing is missing.)
+whenever it is read. So the outcome of equal records is equal, in whatever order the topics are read. (A group
+that is complete closes at once, even if a failure from before is read later: nothing is missing.)
 
 After that the group is remembered for `closed_memory_ms`, so that nothing late can open it again. No reward
 is ever invented: a rollout without all of its required components has reward None.
