@@ -95,12 +95,13 @@ class KafkaBus:
     @contextlib.asynccontextmanager
     async def transactor(self, transactional_id: str) -> AsyncIterator[sending.KafkaTransactor]:
         producer = await sending.start(self._connection, transactional_id)
+        transactor = sending.KafkaTransactor(
+            self._connection, self._admin.partitions, producer, transactional_id
+        )
         try:
-            yield sending.KafkaTransactor(
-                self._connection, self._admin.partitions, producer, transactional_id
-            )
+            yield transactor
         finally:
-            await sending.stop(producer)
+            await (sending.abandon if transactor.broken else sending.stop)(producer)
 
     async def committed(self, group: str, topics: Sequence[str]) -> dict[TopicPartition, int]:
         return await self._admin.committed(group, topics)

@@ -101,9 +101,10 @@ class Admin:
     async def ends(self, topics: Sequence[str]) -> dict[TopicPartition, int]:
         """Ends of the committed log, after transactions that are just being committed have settled.
 
-        A commit is acknowledged before its markers are in the partitions: a reader would see it a moment later. So
-        this waits until the committed end reaches what was written when the question came. A transaction left open
-        by a dead process is not committed: after SETTLE_S the end before it is the answer.
+        A commit is acknowledged before its markers are in the partitions: a reader would see it a moment
+        later. So this waits until the committed end reaches what was written when the question came. A
+        transaction left open by a dead process is not committed: after SETTLE_S the end before it is the
+        answer.
         """
         partitions = await self._all(topics)
         written = await self._connection.call(

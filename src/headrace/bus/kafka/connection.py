@@ -68,7 +68,7 @@ class Connection:
         return client
 
     async def started(self, client: _T, start: Callable[[], Awaitable[object]], *, wait_s: float = 0.0) -> _T:
-        """`client` after `start()`, tried again for `retry_s`, and `wait_s` more, while the broker is away."""
+        """`client` after `start()`, tried again for `retry_s`, and `wait_s` more, with the broker away."""
         last: BaseException | None = None
         try:
             async with asyncio.timeout(self.retry_s + wait_s):

@@ -86,16 +86,16 @@ class KafkaTransactor:
         self._one_at_a_time = (
             asyncio.Lock()
         )  # aiokafka fails with KeyError on overlapping offset commits (#1098)
-        self._broken: BusError | None = None
+        self.broken: BusError | None = None
 
     async def commit(
         self, messages: Sequence[Message], *, group: str | None = None, positions: Positions | None = None
     ) -> list[int]:
         async with self._one_at_a_time:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             placed = await place(messages, self._partitions)
-            self._broken = BusUnavailable(
+            self.broken = BusUnavailable(
                 f"{self._id}: the outcome of the last transaction is unknown: start anew"
             )
             try:
@@ -104,9 +104,9 @@ class KafkaTransactor:
             except TimeoutError as error:
                 raise self._connection.late(f"transaction of {self._id}") from error
             except KafkaError as error:
-                self._broken = self._connection.named(f"transaction of {self._id}", error)
-                raise self._broken from error
-            self._broken = None
+                self.broken = self._connection.named(f"transaction of {self._id}", error)
+                raise self.broken from error
+            self.broken = None
             return offsets
 
     async def _transaction(
