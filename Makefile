@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO := src/headrace/rpc/inference.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs
+.PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,7 +30,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: install ## train a small model on real code, live (BUS=kafka, RUN=DIR, ARGS="--minutes 30")
 	$(BIN)/headrace demo $(if $(BUS),--bus $(BUS)) $(if $(RUN),--run-dir $(RUN)) $(ARGS)
 
-test: install broker-needs ## all tests, the Kafka half against a real broker (ARGS for pytest)
+test: install broker-needs redis-needs ## all tests, the Kafka half against a real broker (ARGS for pytest)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: install ## lint, format, types, imports, tidy
@@ -59,7 +59,17 @@ clean: ## build and test leftovers; keeps .venv, runs and the local broker
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# A real Kafka needs Java and, once, Maven. Where they can be had without asking, they are installed.
+# A real Kafka needs Java and, once, Maven; the region's cache is tested on a real Redis. Where they can be had
+# without asking, they are installed.
+redis-needs:
+	@if command -v redis-server >/dev/null; then :; \
+	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "installing redis-server for the tests of the region's cache"; \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+			apt-get -qq install -y --no-install-recommends redis-server >/dev/null; } \
+			|| echo "it could not be installed: the tests on Redis will be left out"; \
+	else echo "redis-server is not here: the tests that need it will be left out"; fi
+
 broker-needs:
 	@if test -n "$$HEADRACE_KAFKA" || { command -v java && command -v mvn; } >/dev/null; then :; \
 	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \

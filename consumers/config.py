@@ -50,6 +50,9 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     stage_dir: str = "replicas"
     """Where weights are staged: `<stage_dir>/<replica>/`, readable by the replicas."""
+    cache: str = ""
+    """Redis that the relays of a region share (`redis://HOST:PORT/DB`), so that each blob comes from the
+    store once. Empty: none."""
     staged_max: int = 2
     """Files kept per replica."""
     poll_ms: int = 500

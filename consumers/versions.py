@@ -15,7 +15,7 @@ from headrace.errors import PolicyError, StoreError, StoreUnavailable
 from headrace.kernels import delta
 from headrace.policy.checkpoint import from_bytes, to_bf16, weights_root
 from headrace.policy.model import Weights
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader
 from headrace.wire.records import Encoding, WeightsPublished
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Link(NamedTuple):
 class Versions:
     """Announcements and the weights held. One caller at a time builds, the others wait for it."""
 
-    def __init__(self, blobs: Blobs, versions_max: int) -> None:
+    def __init__(self, blobs: BlobReader, versions_max: int) -> None:
         self._blobs = blobs
         self._versions_max = versions_max
         self._announced: dict[int, WeightsPublished] = {}

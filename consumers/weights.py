@@ -31,7 +31,7 @@ from headrace.errors import (
 from headrace.policy import checkpoint
 from headrace.rpc.client import InferenceClient
 from headrace.rpc.generation import Loaded, ReplicaStatus
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader
 from headrace.wire.codec import encode
 from headrace.wire.records import WeightsAck, WeightsPublished
 from headrace.wire.topics import WEIGHTS, WEIGHTS_ACKS
@@ -51,7 +51,7 @@ async def run(
     bus: Bus,
     run: RunConfig,
     config: RelayConfig,
-    blobs: Blobs,
+    blobs: BlobReader,
     replicas: Sequence[str],
     stop: asyncio.Event,
     *,
@@ -78,7 +78,9 @@ async def run(
 class _Relay:
     """What the replicas of a region share."""
 
-    def __init__(self, bus: Bus, run: RunConfig, config: RelayConfig, blobs: Blobs, clock: Clock) -> None:
+    def __init__(
+        self, bus: Bus, run: RunConfig, config: RelayConfig, blobs: BlobReader, clock: Clock
+    ) -> None:
         self._bus = bus
         self.run = run
         self.config = config

@@ -57,6 +57,10 @@ def test_settings_in_the_environment_are_known(compose: dict[str, Any]) -> None:
     settings = resolve(Settings, environment=environment)
     assert settings.bus.address == "kafka:kafka:9092"
     assert settings.inference.address == "0.0.0.0:7070"
+    relay = compose["services"]["relay"]
+    assert resolve(Settings, environment=relay["environment"]).relay.cache == "redis://redis:6379/0"
+    assert relay["environment"].items() > environment.items()
+    assert relay["depends_on"].keys() == {"topics", "redis"}
 
 
 def test_profiles(compose: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace import log
@@ -16,7 +17,7 @@ from headrace.cli import options
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader, Blobs
 
 REPLICA_WAIT_S = 120.0
 """How long a process waits for the address of an inference server to appear in the run directory."""
@@ -116,8 +117,8 @@ async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) ->
     from headrace.consumers import weights
 
     addresses = await _replicas(where, args.inference, stop)
-    async with options.opened(where) as bus:
-        await weights.run(bus, where.settings.run, where.settings.relay, blobs(where), addresses, stop)
+    async with options.opened(where) as bus, region_blobs(where) as found:
+        await weights.run(bus, where.settings.run, where.settings.relay, found, addresses, stop)
 
 
 async def _watch(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -139,6 +140,18 @@ def blobs(where: Place) -> Blobs:
     if not where.settings.store.uri:
         raise ConfigError("--store.uri or --run-dir: expected one of them, got neither")
     return Blobs.open(where.settings.store.uri)
+
+
+@asynccontextmanager
+async def region_blobs(where: Place) -> AsyncIterator[BlobReader]:
+    """The blob store of the run, behind the region's cache if it has one. Raises ConfigError."""
+    if not where.settings.relay.cache:
+        yield blobs(where)
+        return
+    from headrace.store.cache import CachedBlobs
+
+    async with CachedBlobs.open(blobs(where), where.settings.relay.cache) as cached:
+        yield cached
 
 
 async def _replicas(where: Place, given: list[str], stop: asyncio.Event) -> list[str]:

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
 from headrace.errors import ConfigError, StoreError, StoreUnavailable
 
@@ -36,6 +36,12 @@ class Blob:
     uri: str
     sha256: str
     bytes: int
+
+
+class BlobReader(Protocol):
+    """What a reader of blobs needs: `Blobs`, or `store.cache.CachedBlobs` in front of it."""
+
+    async def get(self, uri: str, sha256: str) -> bytes: ...
 
 
 class Blobs:
