@@ -1,10 +1,12 @@
 """Mid-training: what it reads, what its examples weigh, and that the same arguments give the same seed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from headrace.envs.tasks import read_index
 from headrace.errors import ConfigError
 from headrace.policy import checkpoint, source
 from headrace.policy.checkpoint import load_seed
@@ -26,6 +28,20 @@ def _functions() -> list[Function]:
 
 def _silent(line: str) -> None:
     pass
+
+
+def test_the_corpus_knows_what_the_tasks_are_made_of() -> None:
+    """The distributions of the shipped index are those left out, and no default names one of them."""
+    assert read_index().versions.keys() == midtrain_corpus.TASK_DISTRIBUTIONS
+    assert not midtrain_corpus.TASK_DISTRIBUTIONS & set(midtrain_corpus.DISTRIBUTIONS.split())
+
+
+def test_the_corpus_is_installed_by_the_lock() -> None:
+    """`make install` brings every distribution that mid-training reads, or the seed could not be made
+    again."""
+    lock = (Path(__file__).parents[2] / "requirements.lock").read_text()
+    locked = set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
+    assert set(midtrain_corpus.DISTRIBUTIONS.split()) <= locked
 
 
 def test_the_corpus_leaves_out_what_the_tasks_are_made_of(tmp_path: Path) -> None:
