@@ -35,13 +35,10 @@ TASK_DISTRIBUTIONS = frozenset(
         "boltons",
         "glom",
         "humanize",
-        "inflect",
         "more-itertools",
-        "networkx",
         "packaging",
         "pydash",
         "pyrsistent",
-        "sortedcontainers",
         "toolz",
     }
 )
