@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.invariant import KEY_BLOCK, accumulate, scores
-from headrace.kernels.invariant import Carry as Sums
+from headrace.kernels.invariant import KEY_BLOCK, Carry, accumulate, scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,34 +80,18 @@ def key_rows(x_TGD: Tensor) -> Tensor:
     return torch.nn.functional.pad(x_TGD.transpose(0, 1), (0, 0, 0, missing)).contiguous()
 
 
-def attend(q_XD: Tensor, prefix: Keys | None, own: list[tuple[int, Keys]]) -> Tensor:
-    """Attention's output `[X, D]`: over the prefix (if any), then over the own keys.
-
-    `own` cuts the packed rows into consecutive runs: (how many, their keys).
-    """
-    runs = torch.split(q_XD, [count for count, _ in own])
-    own_scores = [
-        scores(keys.layout.spread(run), keys.k_BSD, keys.hidden_BMS)
-        for run, (_, keys) in zip(runs, own, strict=True)
-    ]
-    peak_X1 = torch.cat([keys.layout.collect(_peak(s)) for s, (_, keys) in zip(own_scores, own, strict=True)])
-    values_XD = weight_X1 = None
+def attend(q_XD: Tensor, prefix: Keys | None, own: Keys) -> Tensor:
+    """Attention's output `[X, D]` of packed rows: over the prefix (if any), then over the own keys."""
+    own_scores = scores(own.layout.spread(q_XD), own.k_BSD, own.hidden_BMS)
+    peak_X1 = own.layout.collect(_peak(own_scores))
+    carry = None
     if prefix is not None:
         prefix_scores = scores(prefix.layout.spread(q_XD), prefix.k_BSD, prefix.hidden_BMS)
         peak_X1 = torch.maximum(peak_X1, prefix.layout.collect(_peak(prefix_scores)))
         sums = accumulate(prefix_scores, prefix.v_BSD, prefix.layout.spread(peak_X1), None)
-        values_XD, weight_X1 = prefix.layout.collect(sums.values_BMD), prefix.layout.collect(sums.weight_BM1)
-    parts = []
-    start = 0
-    for s_BMS, (count, keys) in zip(own_scores, own, strict=True):
-        run = slice(start, start + count)
-        carry = None
-        if values_XD is not None and weight_X1 is not None:
-            carry = Sums(keys.layout.spread(values_XD[run]), keys.layout.spread(weight_X1[run]))
-        sums = accumulate(s_BMS, keys.v_BSD, keys.layout.spread(peak_X1[run]), carry)
-        parts.append(keys.layout.collect(sums.values_BMD) / keys.layout.collect(sums.weight_BM1))
-        start += count
-    return torch.cat(parts)
+        carry = Carry(*(own.layout.spread(prefix.layout.collect(part)) for part in sums))
+    sums = accumulate(own_scores, own.v_BSD, own.layout.spread(peak_X1), carry)
+    return own.layout.collect(sums.values_BMD) / own.layout.collect(sums.weight_BM1)
 
 
 def _peak(s_BMS: Tensor) -> Tensor:

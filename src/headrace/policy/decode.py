@@ -88,7 +88,7 @@ class Decoder:
                 place, hidden = own[index]
                 keys = Keys(k_layers[-1][index], v_layers[-1][index], hidden, place)
                 q_XD = q[span].reshape(-1, config.head_width)
-                attended = attention.attend(q_XD, None, [(len(q_XD), keys)])
+                attended = attention.attend(q_XD, None, keys)
                 attended_NC[span] = attended.view(len(q_XD) // config.heads, -1)
             x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, None)
             routes.append(routing.used_NK.to(torch.uint8))
@@ -124,8 +124,8 @@ class Decoder:
         ]
         tokens_N, position_N = _tile([token for row in ordered for token in row.tokens], positions)
         rope = model.rope_at(config, position_N)
-        stack = self._prefixes.plan(ordered)
         runs = OwnBatch.cut(config, ordered, starts)
+        shared = self._prefixes.plan([run.rows for run in runs])
         count = sum(len(row.tokens) for row in ordered)
         write_X = self._write_places(ordered, starts)
         x_NC = model.embed(weights, tokens_N)
@@ -134,9 +134,17 @@ class Decoder:
             q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope)
             for cache, new in ((self._own_k[layer], k), (self._own_v[layer], v)):
                 cache.view(-1, config.head_width)[write_X] = new[:count].reshape(-1, config.head_width)
-            own = [(run.count, run.keys(self._own_k[layer], self._own_v[layer])) for run in runs]
             q_XD = q[:count].reshape(-1, config.head_width)
-            attended = attention.attend(q_XD, stack.keys(layer), own).view(count, -1)
+            attended = torch.cat(
+                [
+                    attention.attend(
+                        part, prefix.keys(layer), run.keys(self._own_k[layer], self._own_v[layer])
+                    )
+                    for part, prefix, run in zip(
+                        torch.split(q_XD, [run.count for run in runs]), shared, runs, strict=True
+                    )
+                ]
+            ).view(count, -1)
             attended_NC = torch.nn.functional.pad(attended, (0, 0, 0, len(x_NC) - count))
             x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, None)
             routes.append(routing.used_NK[:count].to(torch.uint8))

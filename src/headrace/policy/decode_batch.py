@@ -45,7 +45,7 @@ class Row:
 
 
 class OwnBatch:
-    """The queries of some rows over their own keys: the same for every layer of one step. `count` packed
+    """The queries of some `rows` over their own keys: the same for every layer of one step. `count` packed
     query rows.
     """
 
@@ -64,6 +64,7 @@ class OwnBatch:
         return [cls(config, rows[a:b], starts[a:b]) for a, b in pairwise(edges)]
 
     def __init__(self, config: ModelConfig, rows: list[Row], starts: list[int]) -> None:
+        self.rows = rows
         slots = [row.slot for row in rows]
         self._first = slots[0]
         used = slots[-1] + 1 - self._first
@@ -114,8 +115,9 @@ class PrefixStack:
         self._k = [torch.zeros(shape) for _ in range(config.layers)]
         self._v = [torch.zeros(shape) for _ in range(config.layers)]
 
-    def plan(self, rows: list[Row]) -> "PrefixBatch":
-        needed = {id(row.prefix): row.prefix for row in rows}
+    def plan(self, runs: list[list[Row]]) -> list["PrefixBatch"]:
+        """The queries of each run over the prefixes of its rows."""
+        needed = {id(row.prefix): row.prefix for rows in runs for row in rows}
         place = {id(held): index for index, held in enumerate(self._held) if held and id(held) in needed}
         free = [index for index, held in enumerate(self._held) if held is None or id(held) not in needed]
         new = [prefix for key, prefix in needed.items() if key not in place]
@@ -128,7 +130,7 @@ class PrefixStack:
             for layer in range(self._config.layers):
                 self._k[layer][index, :, : prefix.k_LGSD.shape[2]] = prefix.k_LGSD[layer]
                 self._v[layer][index, :, : prefix.v_LGSD.shape[2]] = prefix.v_LGSD[layer]
-        return PrefixBatch(self._config, self._k, self._v, place, rows)
+        return [PrefixBatch(self._config, self._k, self._v, place, rows) for rows in runs]
 
     def _reserve(self, prefixes: int, keys: int) -> None:
         have, _, have_keys, _ = self._k[0].shape
@@ -147,18 +149,27 @@ class PrefixStack:
 
 
 class PrefixBatch:
-    """The queries of one `extend` over the stacked prefixes."""
+    """The queries of some rows over their prefixes in the stack.
+
+    The product of each prefix is as tall as the one with the most queries, which is why long rows come in
+    batches of their own.
+    """
 
     def __init__(
         self, config: ModelConfig, k: list[Tensor], v: list[Tensor], place: dict[int, int], rows: list[Row]
     ) -> None:
         self._k, self._v = k, v
-        self._units = max(place.values()) + 1
+        used = sorted({place[id(row.prefix)] for row in rows})
+        # As with the slots: a view when most of the stack is in use, a copy of the used ones else.
+        dense = 2 * len(used) > used[-1]
+        self._used_U = None if dense else torch.tensor(used)
+        self._units = used[-1] + 1 if dense else len(used)
+        unit_of = {at: at if dense else index for index, at in enumerate(used)}
         lengths = [0] * self._units
         filled = [0] * self._units
         unit_N, row_N = [], []
         for row in rows:
-            unit = place[id(row.prefix)]
+            unit = unit_of[place[id(row.prefix)]]
             lengths[unit] = len(row.prefix.tokens)
             for _ in row.tokens:
                 unit_N.append(unit)
@@ -176,5 +187,10 @@ class PrefixBatch:
         )
 
     def keys(self, layer: int) -> Keys:
-        k, v = (stack[layer][: self._units].flatten(0, 1)[:, : self._keys] for stack in (self._k, self._v))
-        return Keys(k, v, self._hidden, self._layout)
+        """The prefixes' keys of a layer."""
+        return Keys(self._view(self._k[layer]), self._view(self._v[layer]), self._hidden, self._layout)
+
+    def _view(self, stack: Tensor) -> Tensor:
+        if self._used_U is None:
+            return stack[: self._units].flatten(0, 1)[:, : self._keys]
+        return stack[:, :, : self._keys][self._used_U].flatten(0, 1)

@@ -169,12 +169,12 @@ class _Places:
         k_prefix, v_prefix = attention.key_rows(k_NGD[:p]), attention.key_rows(v_NGD[:p])
         alone = Keys(k_prefix, v_prefix, self._self_hidden, self._self)
         q_prefix = q_NHD[:p].reshape(-1, d)
-        first_XD = attention.attend(q_prefix, None, [(len(q_prefix), alone)])
+        first_XD = attention.attend(q_prefix, None, alone)
         k_own, v_own = (self._key_place.spread(part[p:].reshape(-1, d)) for part in (k_NGD, v_NGD))
         shared = Keys(k_prefix, v_prefix, self._over_hidden, self._over)
         own = Keys(k_own, v_own, self._own_hidden, self._own)
         q_own = q_NHD[p:].reshape(-1, d)
-        rest_XD = attention.attend(q_own, shared, [(len(q_own), own)])
+        rest_XD = attention.attend(q_own, shared, own)
         return torch.cat((first_XD, rest_XD)).view(self.tokens, -1)
 
 
