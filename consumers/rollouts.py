@@ -29,7 +29,14 @@ from headrace.consumers.episode import Plan, Turn, play, step_record
 from headrace.consumers.progress import Progress
 from headrace.envs.config import EnvConfig
 from headrace.envs.rewards import Score
-from headrace.errors import BusError, BusUnavailable, HeadraceError, InferenceUnavailable, Overloaded
+from headrace.errors import (
+    BusError,
+    BusUnavailable,
+    HeadraceError,
+    InferenceUnavailable,
+    OffsetGone,
+    Overloaded,
+)
 from headrace.rpc.generation import Generator
 from headrace.wire.codec import encode
 from headrace.wire.records import GroupFailed, Prompt, Reward, RolloutStep
@@ -132,7 +139,7 @@ class Worker:
             )
             return
         try:
-            deliveries = await member.poll(records_max=free, wait_ms=POLL_MS)
+            deliveries = await self._poll(member, free)
             self._away_since_s = None
         except BusUnavailable as error:
             await self._away(error)
@@ -141,6 +148,27 @@ class Worker:
             if self._progress.take(delivery.tp, delivery.offset):
                 task = asyncio.create_task(self._handle(delivery), name=delivery.place)
                 self._running[delivery.tp, delivery.offset] = task
+
+    async def _poll(self, member: GroupMember, records_max: int) -> list[Delivery]:
+        """The next prompts. Where our position has left the log (retention, or a topic made anew), an alarm,
+        and on from the oldest prompt that is kept: what is gone unread was past its deadline long before, and
+        the join has accounted for it."""
+        try:
+            return await member.poll(records_max=records_max, wait_ms=POLL_MS)
+        except OffsetGone as error:
+            log.event(_logger, "alarm", level=logging.WARNING, kind="position_gone", reason=error)
+        topics = [PROMPTS.name]
+        begins, ends = await self._bus.begins(topics), await self._bus.ends(topics)
+        committed = await self._bus.committed(group_of(self._run), topics)
+        gone = {
+            tp: begins[tp]
+            for tp in member.assignment()
+            if not begins[tp] <= committed.get(tp, begins[tp]) <= ends[tp]
+        }
+        await self._cancel([key for key in self._running if key[0] in gone])
+        self._progress.lose(gone)
+        member.seek(gone)
+        return []
 
     async def _settle(self, member: GroupMember) -> None:
         """Counts out what has ended, lets go what is no longer ours, commits the rest."""

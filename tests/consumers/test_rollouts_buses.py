@@ -122,6 +122,32 @@ def test_worker_joins_and_leaves(address: str, run: RunConfig) -> None:
     asyncio.run(case())
 
 
+def test_position_that_is_not_in_the_log(
+    address: str, run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The committed position lies past the end, as after the topic was made anew: the worker raises an alarm,
+    goes on at the oldest prompt that there is, and the position is right again."""
+
+    async def case() -> None:
+        async with a_bus(address, session_ms=1_000) as bus:
+            positions = await issue(bus, *(prompt(i, run.name) for i in range(2)), partition=3)
+            [(tp, end)] = positions.items()
+            async with bus.transactor(f"operator-{run.name}") as operator:
+                await operator.commit([], group=group_of(run), positions={tp: end + 1_000})
+            async with working(bus, run=run):
+                await until(lambda: whole_count(bus, 2, run.name))
+                await until(lambda: _committed_is(bus, run, {tp: end}))
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(case())
+    assert any("alarm kind=position_gone" in line for line in caplog.messages)
+
+
+async def _committed_is(bus: Bus, run: RunConfig, positions: dict[TopicPartition, int]) -> bool:
+    committed = await bus.committed(group_of(run), [PROMPTS.name])
+    return all(committed.get(tp) == position for tp, position in positions.items())
+
+
 async def slowly(request: Generation, member: int) -> tuple[int, ...]:
     await asyncio.sleep(0.01)
     return await plus(request, member)
