@@ -26,7 +26,7 @@ from rollout_doubles import (
 from rollout_working import CONFIG, GROUP, RUN, all_committed, asked, hanging, whole_count, working
 
 from headrace.bus.protocol import Bus, Message, TopicPartition
-from headrace.clock import ManualClock
+from headrace.clock import ManualClock, SystemClock
 from headrace.consumers import durable, rollouts
 from headrace.consumers.rollouts import Worker
 from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
@@ -65,7 +65,8 @@ def test_sandbox_fails_always() -> None:
                 ("r-0000002", "sandbox: died"),
             }
             assert await rewards(bus) == [] and await steps(bus) == []
-            assert {(e.closed, e.reason, e.rollouts) for e in await joined(bus)} == {
+            soon_ms = SystemClock().now_ms() + 1
+            assert {(e.closed, e.reason, e.rollouts) for e in await joined(bus, now_ms=soon_ms)} == {
                 ("failed", "sandbox: died", ())
             }
 
