@@ -23,6 +23,7 @@ from headrace.bus.protocol import Bus, Delivery, Message, TopicPartition, partit
 from headrace.errors import BusUnavailable, ConfigError, OffsetGone, TopicMismatch
 from headrace.store.blobs import Blobs
 from headrace.store.claims import check_out
+from headrace.streams.experience import ExperienceJoin
 from headrace.streams.hosts.bus import HostConfig
 from headrace.streams.run import StreamConfig, owned, run
 from headrace.wire.codec import decode
@@ -176,6 +177,35 @@ def test_unknown_outcome_of_a_commit(tmp_path: Path) -> None:
                 found = await closed(bus, groups)
             assert flaky.calls > 10
             assert [len(found[group]) for group in groups] == [1] * 30
+
+    asyncio.run(main())
+
+
+def test_bug_in_the_processor_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody foresaw, on the fifth of seven groups, ends the host with nothing committed
+    past it; started again without the bug, the fifth comes again and the others are not lost."""
+    handle, groups = ExperienceJoin.handle, [f"g{index}" for index in range(7)]
+
+    def buggy(self: ExperienceJoin, key: str, *rest: Any) -> Any:
+        if key == groups[4]:
+            raise ZeroDivisionError
+        return handle(self, key, *rest)
+
+    async def main() -> None:
+        async with log("sqlite::memory:") as bus:
+            sent = [
+                replace(message, partition=0)
+                for group in groups
+                for message in messages([prompt(group, size=1, deadline_ms=far_ms()), *rollout(group, 0)])
+            ]
+            await bus.produce(sent)
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(ExperienceJoin, "handle", buggy)
+                async with joining(bus, tmp_path, records_max=1) as task:
+                    await asyncio.wait([task], timeout=20)
+            async with joining(bus, tmp_path):
+                found = await closed(bus, groups)
+            assert [len(found[group]) for group in groups] == [1] * 7
 
     asyncio.run(main())
 

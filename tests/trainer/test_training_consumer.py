@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from trainer_records import consumed
+from trainer_records import consumed, pair
 from training_place import CONFIG, Place, all_of, check_whole, messages
 from training_process import Delegate, seed
 
-from headrace.bus.protocol import Message
+from headrace.bus.protocol import Message, TopicPartition
 from headrace.consumers import training
 from headrace.consumers.ledger import read_ledger
 from headrace.errors import BusUnavailable, OffsetGone, TrainingError
@@ -50,6 +50,27 @@ def test_junk_of_nobody_takes_no_place_in_a_step(place: Place) -> None:
             check_whole(steps, place.units(7)[1:])
             assert [d.group_id for step in steps for d in step.drops] == ["else-0"]
             assert len(await all_of(bus, "dead.letters")) == 1
+
+    asyncio.run(scenario())
+
+
+def test_stale_groups_at_the_head_and_restarts_among_them(place: Place) -> None:
+    """With no lag allowed, groups of version 0 fill steps 1 to 3, the last two only with drops; a trainer
+    started anew for each step goes on at the right record, and trains the fresh pair behind them."""
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            fresh = [msgspec.structs.replace(pair(f"test-new{i}", version=3), run="test") for i in range(2)]
+            await bus.produce(messages([*place.groups(6), *fresh], partition=0))
+            for last in range(1, 5):
+                run = msgspec.structs.replace(place.run, steps_max=last, lag_versions_max=0)
+                steps = await place.train(bus, run)
+            assert [len(step.admitted) for step in steps] == [2, 0, 0, 2]
+            assert {drop.reason for step in steps for drop in step.drops} == {"stale"}
+            check_whole(steps, [*place.units(6), "test-new0", "test-new1"])
+            committed = await bus.committed("trainer-test", ["experience"])
+            ends = await bus.ends(["experience"])
+            assert committed[TopicPartition("experience", 0)] == ends[TopicPartition("experience", 0)] == 8
 
     asyncio.run(scenario())
 
