@@ -24,7 +24,7 @@ from aiokafka.helpers import create_ssl_context
 
 from headrace.errors import BusError, BusUnavailable, ConfigError, Fenced
 
-CONNECT_S = 10.0
+CONNECT_S = 7.0  # with the start of a command before it, its absence is said within 10 s
 RETRY_S = 30.0  # a broker that restarts is back after 3.5 s, a failover within 10 s (facts of the field)
 RETRY_PAUSE_S = 0.1
 REQUEST_MS = 10_000
