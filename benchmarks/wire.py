@@ -1,100 +1,152 @@
 """Size and speed of rollout steps on the topic, against the same content as JSON lines.
 
-The rollouts are synthetic and of the size of the demo's: a prompt of 150 tokens that every step 0 carries, 4
-to 12 generated tokens, log-probabilities that need all their digits, routes of 4 layers x 2 experts. JSON
-carries each array as a list of numbers, floats with the digits that give the float32 back.
+The rollouts are real: tasks of the shipped set, the seed model in an engine of this process, answers judged
+in the sandbox, so that tokens, log-probabilities, routes and second turns are what a run's are. JSON carries
+each array as a list of numbers, floats with the fewest digits that give the float32 back, and no spaces.
 """
 
+import asyncio
 import json
 import random
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 import zstandard
 
 from benchmarks.page import header, table
+from headrace.clock import SystemClock
+from headrace.consumers.arena import Arena
+from headrace.consumers.episode import Plan, play, step_record
+from headrace.envs.config import EnvConfig
+from headrace.inference.config import InferenceConfig
+from headrace.inference.replica import Replica
+from headrace.inference.weights import ServedWeights
+from headrace.policy import checkpoint
 from headrace.wire import codec, packed
-from headrace.wire import records as r
-from headrace.wire.examples import EXAMPLES
+from headrace.wire.records import Prompt, RolloutStep, Sampling
 
-STEPS = 2000
-LAYERS, TOP_K, EXPERTS, VOCAB = 4, 2, 4, 2048
+GROUPS, MEMBERS = 96, 8
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One step in its two forms."""
+
+    step: RolloutStep
+    json: bytes
+    value: bytes
+    headers: codec.Headers
+
+    @property
+    def tokens(self) -> int:
+        return (len(self.step.tokens_in) + len(self.step.tokens_out)) // 4
 
 
 def main() -> None:
-    rng = random.Random(0)
-    steps = [_step(rng, i) for i in range(STEPS)]
-    tokens = sum(len(step.tokens_in) // 4 + len(step.tokens_out) // 4 for step in steps)
-    lines = [_json_line(step) for step in steps]
-    encoded = [codec.encode(step, source="benchmark", now_ms=0) for step in steps]
-    json_bytes = sum(map(len, lines))
-    zstd = zstandard.ZstdCompressor(level=1)
-    rows = [
-        _row("JSON lines", json_bytes, tokens, json_bytes),
-        _row("JSON lines, zstd per record", sum(len(zstd.compress(x)) for x in lines), tokens, json_bytes),
-        _row("MessagePack", sum(len(codec.encode_plain(s)) for s in steps), tokens, json_bytes),
-        _row("on the topic (value)", sum(len(v) for v, _ in encoded), tokens, json_bytes),
-        _row(
-            "on the topic (value and headers)",
-            sum(len(v) + sum(len(k) + len(x) for k, x in h) for v, h in encoded),
-            tokens,
-            json_bytes,
-        ),
+    steps = asyncio.run(rollouts())
+    lines = [Line(step, _json_line(step), *_encoded(step)) for step in steps]
+    first = [line for line in lines if line.step.step == 0]
+    later = [line for line in lines if line.step.step > 0]
+    print(header("Wire: bytes and records per second", "msgspec", "zstandard", "torch"))
+    print(
+        f"{GROUPS} groups of {MEMBERS} rollouts: {len(first):,} first turns, {len(later):,} second turns,"
+        f" {sum(line.tokens for line in lines):,} tokens in and out.\n"
+    )
+    rows = _sizes("whole rollouts", lines) + _sizes("first turns", first) + _sizes("second turns", later)
+    print(table(["steps", "form", "bytes / token", "of JSON"], rows))
+    print(table(["one core", "records / CPU s"], _speeds(lines)))
+
+
+async def rollouts() -> list[RolloutStep]:
+    """Every turn of `GROUPS` groups, on one thread."""
+    torch.set_num_threads(1)
+    model, tensors, _ = checkpoint.load_seed()
+    served = ServedWeights(version=0, root=checkpoint.weights_root(tensors), tensors=tensors)
+    steps = []
+    async with Arena.open(EnvConfig(), "train") as arena, Replica(model, InferenceConfig()) as replica:
+        await replica.install(served)
+        for number, task_id in enumerate(random.Random(0).sample(arena.task_ids, GROUPS)):
+            steps += await _group(arena, replica, number, task_id)
+    return steps
+
+
+async def _group(arena: Arena, replica: Replica, number: int, task_id: str) -> list[RolloutStep]:
+    clock = SystemClock()
+    prompt = Prompt(
+        run="demo",
+        group_id=f"demo-{number:07d}",
+        env=EnvConfig().name,
+        task_id=task_id,
+        seed=number,
+        group_size=MEMBERS,
+        sampling=Sampling(),
+        components={},
+        weights_version=0,
+        admitted_ms=clock.now_ms(),
+        deadline_ms=0,
+    )
+    plan = Plan(
+        run=prompt.run,
+        group_id=prompt.group_id,
+        seed=prompt.seed,
+        sampling=prompt.sampling,
+        stop_tokens=arena.stop_tokens,
+        turn_ms_max=60_000,
+    )
+    envs = arena.group(prompt.env, task_id, prompt.seed, MEMBERS)
+    return [
+        step_record(turn, prompt, prompt.admitted_ms, region="local", worker="rollouts-0")
+        async for turns in play(envs, replica, plan, clock)
+        for turn in turns
     ]
-    print(header("Wire: bytes and records per second", "msgspec", "zstandard"))
-    print(f"{STEPS:,} rollout steps, {tokens:,} tokens in and out.\n")
-    print(table(["form", "bytes / token", "of JSON"], rows))
-    print(table(["one core", "records / s"], _speeds(steps, lines, encoded)))
 
 
-def _row(name: str, size: int, tokens: int, json_bytes: int) -> list[object]:
-    return [name, size / tokens, size / json_bytes]
+def _encoded(step: RolloutStep) -> tuple[bytes, codec.Headers]:
+    name = f"{step.group_id}/{step.member}/{step.attempt}/{step.step}"
+    return codec.encode(step, source="rollouts/local/rollouts-0", now_ms=step.ended_ms, event_id=name)
 
 
-def _speeds(
-    steps: list[r.RolloutStep], lines: list[bytes], encoded: list[tuple[bytes, codec.Headers]]
-) -> list[list[object]]:
-    def rate(work: Callable[[], object]) -> float:
+def _sizes(name: str, lines: Sequence[Line]) -> list[list[object]]:
+    tokens = sum(line.tokens for line in lines)
+    json_bytes = sum(len(line.json) for line in lines)
+    values = sum(len(line.value) for line in lines)
+    headers = sum(len(key) + len(value) for line in lines for key, value in line.headers)
+    zstd = zstandard.ZstdCompressor(level=1)
+    forms = {
+        "JSON lines": json_bytes,
+        "JSON lines, zstd per record": sum(len(zstd.compress(line.json)) for line in lines),
+        "MessagePack": sum(len(codec.encode_plain(line.step)) for line in lines),
+        "on the topic (value)": values,
+        "on the topic (value and headers)": values + headers,
+    }
+    return [[name, form, size / tokens, size / json_bytes] for form, size in forms.items()]
+
+
+def _speeds(lines: Sequence[Line]) -> list[list[object]]:
+    def cpu_rate(work: Callable[[Line], object]) -> float:
         best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            work()
-            best = min(best, time.perf_counter() - start)
-        return STEPS / best
+        for _ in range(5):
+            start = time.process_time()
+            for (
+                line
+            ) in lines:  # nothing is kept: the collector would count against whoever makes more objects
+                work(line)
+            best = min(best, time.process_time() - start)
+        return len(lines) / best
 
     return [
-        ["encode, value and headers", rate(lambda: [codec.encode(s, source="b", now_ms=0) for s in steps])],
-        ["decode", rate(lambda: [codec.decode("rollout.steps", v, h) for v, h in encoded])],
-        ["JSON encode (json.dumps)", rate(lambda: [_json_line(s) for s in steps])],
-        ["JSON decode (json.loads)", rate(lambda: [json.loads(line) for line in lines])],
+        ["encode, value and headers", cpu_rate(lambda line: _encoded(line.step))],
+        ["decode", cpu_rate(lambda line: codec.decode("rollout.steps", line.value, line.headers))],
+        ["JSON encode (json.dumps)", cpu_rate(lambda line: _json_line(line.step))],
+        ["JSON decode (json.loads)", cpu_rate(lambda line: json.loads(line.json))],
     ]
 
 
-def _step(rng: random.Random, i: int) -> r.RolloutStep:
-    prompt, out = 150, rng.randint(4, 12)
-    template = EXAMPLES["RolloutStep"]
-    assert isinstance(template, r.RolloutStep)
-    routes = bytes(e for _ in range((prompt + out - 1) * LAYERS) for e in rng.sample(range(EXPERTS), TOP_K))
-    return msgspec.structs.replace(
-        template,
-        group_id=f"demo-{i // 8:07d}",
-        member=i % 8,
-        tokens_in=packed.pack_u32(rng.choices(range(VOCAB), k=prompt)),
-        tokens_out=packed.pack_u32(rng.choices(range(VOCAB), k=out)),
-        logp=packed.pack_f32(-rng.expovariate(1.0) for _ in range(out)),
-        loss_mask=bytes([1]) * out,
-        spans=(r.Span(start=0, end=out, weights_version=i // 256),),
-        routes=routes,
-        routes_shape=(prompt + out - 1, LAYERS, TOP_K),
-        prefix_length=prompt,
-    )
-
-
-def _json_line(step: r.RolloutStep) -> bytes:
+def _json_line(step: RolloutStep) -> bytes:
     tree = msgspec.to_builtins(step, builtin_types=(bytes,))
-    tokens, layers, top_k = step.routes_shape
+    tokens, layers, top_k = step.routes_shape or (0, 0, 0)
     flat = list(step.routes)
     tree |= {
         "tokens_in": packed.unpack_u32(step.tokens_in),
