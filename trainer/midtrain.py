@@ -28,8 +28,9 @@ from headrace.trainer.muon import MuonAdam
 
 
 class MidtrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`out` is the folder that gets the seed's files. The rest fixes the result, up to the processor's
-    rounding."""
+    """`out` is the folder that gets the seed's files, `probes` the held-out examples behind the figures. The
+    rest fixes the result, up to the processor's rounding.
+    """
 
     out: Path
     seed: int = 1
@@ -48,6 +49,7 @@ class MidtrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_weight_last: float = 0.15
     balance_weight: float = 0.01
     checkpoint_steps: int = 200
+    probes: int = 512
     threads: int = 1
     model: ModelConfig = ModelConfig()
 
@@ -82,7 +84,7 @@ def train(
     kept = [function for index, function in enumerate(functions) if index % 50]
     held = [function for index, function in enumerate(functions) if index % 50 == 0]
     examples = Examples(kept, codec, config.example_tokens_max, config.seed)
-    probes = Examples(held, codec, config.example_tokens_max, config.seed).next(512, 0.0)
+    probes = Examples(held, codec, config.example_tokens_max, config.seed).next(config.probes, 0.0)
     weights = model.initial_weights(config.model, config.seed)
     for tensor in weights.values():
         tensor.requires_grad_()

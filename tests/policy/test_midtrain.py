@@ -95,7 +95,13 @@ def test_the_same_arguments_give_the_same_seed(tmp_path: Path) -> None:
     roots = []
     for name in ("one", "two"):
         config = midtrain.MidtrainConfig(
-            out=tmp_path / name, steps=4, batch_tokens=1200, warmup_steps=1, checkpoint_steps=2, model=tiny
+            out=tmp_path / name,
+            steps=4,
+            batch_tokens=1200,
+            warmup_steps=1,
+            checkpoint_steps=2,
+            probes=40,
+            model=tiny,
         )
         midtrain.train(config, _functions(), [Source("x", "1", 60)], codec, _silent)
         _, weights, _ = load_seed(tmp_path / name)
