@@ -15,6 +15,8 @@ from contextvars import ContextVar
 _bound: ContextVar[tuple[tuple[str, object], ...]] = ContextVar("headrace_log_bound", default=())
 
 LEVELS = ("debug", "info", "warning", "error")
+QUIET_S = 5.0
+KINDS_MAX = 256
 
 
 def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object) -> None:
@@ -43,11 +45,32 @@ def configure(process: str, *, level: str = "info") -> None:
     """Sends every logger's lines to standard error, under the name of this process. Safe to call twice."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(process))
+    handler.addFilter(OnceInAWhile("aiokafka"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     for noisy in ("aiokafka", "asyncio", "grpc", "matplotlib"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+
+
+class OnceInAWhile(logging.Filter):
+    """Lets one line of a kind pass in `QUIET_S` from the loggers below `name`, and all of other loggers. A
+    client whose broker is away says so a hundred times a second, and would bury what the process decides."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._until_s: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True
+        kind = (record.name, str(record.msg)[:40])
+        if record.created < self._until_s.get(kind, 0.0):
+            return False
+        if len(self._until_s) >= KINDS_MAX:
+            self._until_s.clear()
+        self._until_s[kind] = record.created + QUIET_S
+        return True
 
 
 class _Formatter(logging.Formatter):
