@@ -141,7 +141,7 @@ async def _start(crew: Crew, follower: Follower, workers: int) -> None:
 
 
 async def _reach(crew: Crew, follower: Follower, step: int) -> tuple[Counter[str], float]:
-    """Waits for the end of `step`; processor seconds of each process, and of all that is not ours, by then."""
+    """Waits for the end of `step`; processor seconds by then: of each process, of all that is not ours."""
 
     async def there() -> bool:
         return (await follower.refresh()).step >= step
@@ -273,7 +273,8 @@ def page(runs: Sequence[Ran], many: inference.Rate, single: inference.Rate) -> s
     batching = min(many.per_s / single.per_s, many.per_cpu_s / single.per_cpu_s)
     lines.append(
         f"Inference, batched and one by one: {many.per_s:,.0f} and {single.per_s:,.0f} tokens / s; "
-        f"{many.per_cpu_s:,.0f} and {single.per_cpu_s:,.0f} per processor second. The bar takes the smaller ratio.\n"
+        f"{many.per_cpu_s:,.0f} and {single.per_cpu_s:,.0f} per processor second. "
+        "The bar takes the smaller ratio.\n"
     )
     lines.append(bars_table(modes, batching))
     return "\n".join(lines)
