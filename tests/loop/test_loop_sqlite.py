@@ -37,9 +37,9 @@ def ledger(log: Log) -> list[TrainStep]:
 
 class TestLoopOnSqlite(LoopContract):
     def test_it_goes_on_after_the_death_of_everything(self, hurt: Hurt, address: str) -> None:
-        """A bit of the newest checkpoint flips; the run goes on; the supervisor gets SIGKILL, and all processes
-        go with it; the run goes on again. The damage was refused by its hash, the steps since the checkpoint
-        before were computed again, and the log keeps every promise."""
+        """A bit of the newest checkpoint flips; the run goes on; the supervisor gets SIGKILL, and all
+        processes go with it; the run goes on again. The damage was refused by its hash, the steps since the
+        checkpoint before were computed again, and the log keeps every promise."""
         saved = [step.checkpoint for step in ledger(hurt.log) if step.checkpoint]
         path = hurt.run.run_dir / "store" / saved[-1].uri
         blob = bytearray(path.read_bytes())
@@ -48,7 +48,7 @@ class TestLoopOnSqlite(LoopContract):
         run_dir = hurt.run.run_dir
 
         async def go_on() -> Log:
-            async with started(run_dir, address, "--steps", "50") as run:
+            async with started(run_dir, address, "--steps", "19") as run:
                 await run.until(lambda: run.watch.step > STEPS and run.watch.generating(), "more steps")
                 run.process.kill()
                 await run.process.wait()
