@@ -265,10 +265,12 @@ def page(runs: Sequence[Ran], many: inference.Rate, single: inference.Rate) -> s
     modes = {mode: together([run for run in runs if run.mode == mode]) for mode in MODES}
     lines = [runs_table(runs), phases_table([*modes.values()]), cpu_table([*modes.values()])]
     for ran in modes.values():
-        cores = ran.cpu_s[ran.busiest] / ran.seconds
         drops = ", ".join(f"{count} {name}" for name, count in ran.drops().most_common()) or "none"
+        step_s, cores = sum(ran.cpu_s.values()) / len(ran.steps), len(os.sched_getaffinity(0))
         lines.append(
-            f"{ran.mode}: busiest process {ran.busiest}, {cores:.2f} cores of its one; drops: {drops}.\n"
+            f"{ran.mode}: busiest process {ran.busiest}, {ran.cpu_s[ran.busiest] / ran.seconds:.2f} cores; all "
+            f"together {step_s:.2f} CPU s a step, so at best {60 * cores / step_s:.1f} steps / min on {cores} "
+            f"cores; drops: {drops}.\n"
         )
     batching = min(many.per_s / single.per_s, many.per_cpu_s / single.per_cpu_s)
     lines.append(

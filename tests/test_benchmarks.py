@@ -74,7 +74,7 @@ def test_page_says_which_bars_hold(stale: float, on_policy: str) -> None:
         ["tokens / s, batched to one by one", ">= 4.0", "6.0", "yes"],
         ["lag, mismatch, stale units, synchronous", "0, 0, 0", f"0, 0, {2 * stale:g}", on_policy],
     ]
-    assert "busiest process trainer, 0.80 cores" in page
+    assert "busiest process trainer, 0.80 cores; all together 4.50 CPU s a step" in page
 
 
 def test_modes_take_turns() -> None:
