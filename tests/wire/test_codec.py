@@ -1,6 +1,8 @@
 """The format of records: golden vectors, compatibility, limits, hostile bytes."""
 
+import hashlib
 import json
+import random
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from headrace.wire.examples import EXAMPLES
 from headrace.wire.topics import RECORD_BYTES_MAX, TOPICS
 
 GOLDEN = Path(__file__).with_name("golden.json")
+DICTIONARY_SHA256 = "97afe555b72ba597f4bbadd382983703f09137249352cba207706c9b32875dff"
 TOPIC_OF = {t.__name__: topic.name for topic in TOPICS.values() for t in topic.records}
 
 
@@ -80,7 +83,7 @@ def test_long_values_are_compressed_and_short_ones_are_not() -> None:
     assert isinstance(step, r.RolloutStep)
     long = msgspec.structs.replace(step, tokens_in=packed.pack_u32([7] * 1000))
     value, headers = codec.encode(long, source="test", now_ms=0)
-    assert dict(headers)["content-encoding"] == b"zstd"
+    assert dict(headers)["content-encoding"] == codec.ENCODING
     assert len(value) < 1000
     assert codec.decode("rollout.steps", value, headers) == long
     assert "content-encoding" not in dict(codec.encode(EXAMPLES["Reward"], source="test", now_ms=0)[1])
@@ -89,7 +92,7 @@ def test_long_values_are_compressed_and_short_ones_are_not() -> None:
 def test_a_record_over_the_limit_is_refused_by_the_writer_and_the_reader() -> None:
     """Nothing over the limit is sent, and nothing over it is decoded."""
     step = EXAMPLES["RolloutStep"]
-    noise = b"".join(i.to_bytes(8, "little") for i in range(3, 2**62, 2**62 // 200_000))
+    noise = random.Random(0).randbytes(1_200_000)
     with pytest.raises(RecordTooLarge, match=f"at most {RECORD_BYTES_MAX}"):
         codec.encode(msgspec.structs.replace(step, tokens_in=noise), source="test", now_ms=0)
     with pytest.raises(RecordTooLarge):
@@ -120,8 +123,22 @@ def test_a_compression_bomb_is_refused() -> None:
     """100 MB of zeros in a few kB are not inflated."""
     bomb = zstandard.ZstdCompressor().compress(bytes(100_000_000))
     assert len(bomb) < 20_000
-    with pytest.raises(RecordTooLarge, match="decompressed"):
-        codec.decode_as(r.Reward, bomb, b"zstd")
+    for encoding in (codec.ENCODING, b"zstd"):
+        with pytest.raises(RecordTooLarge, match="decompressed"):
+            codec.decode_as(r.Reward, bomb, encoding)
+
+
+def test_the_dictionary_is_part_of_the_format() -> None:
+    """Its bytes never change, a frame made with it decodes, and plain zstd frames are read too."""
+    dictionary = Path(codec.__file__).with_name("zstd-1.dict").read_bytes()
+    assert hashlib.sha256(dictionary).hexdigest() == DICTIONARY_SHA256
+    plain = codec.encode_plain(EXAMPLES["RolloutStep"])
+    raw = zstandard.ZstdCompressionDict(dictionary, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+    frame = zstandard.ZstdCompressor(dict_data=raw).compress(plain)
+    assert len(frame) < len(plain) / 4
+    assert codec.decode_as(r.RolloutStep, frame, codec.ENCODING) == EXAMPLES["RolloutStep"]
+    frame = zstandard.ZstdCompressor().compress(plain)
+    assert codec.decode_as(r.RolloutStep, frame, b"zstd") == EXAMPLES["RolloutStep"]
 
 
 def test_a_compressed_stream_that_hides_its_size_is_refused() -> None:
@@ -132,7 +149,7 @@ def test_a_compressed_stream_that_hides_its_size_is_refused() -> None:
         codec.decode_as(r.Reward, hidden, b"zstd")
 
 
-@given(st.binary(max_size=300), st.sampled_from([None, b"zstd", b"gzip"]))
+@given(st.binary(max_size=300), st.sampled_from([None, b"zstd", codec.ENCODING, b"gzip"]))
 def test_any_bytes_decode_or_raise_a_wire_error(value: bytes, encoding: bytes | None) -> None:
     """No input ends in another exception."""
     for record_type in (r.RolloutStep, r.TrainStep, r.Experience):

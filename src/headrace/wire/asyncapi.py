@@ -23,7 +23,7 @@ _HEADERS: dict[str, Any] = {
         "ce_source": {"type": "string", "description": "The process that wrote it."},
         "ce_time": {"type": "string", "format": "date-time", "description": "By the writer's clock."},
         "content-type": {"type": "string", "const": CONTENT_TYPE.decode()},
-        "content-encoding": {"type": "string", "enum": ["zstd"]},
+        "content-encoding": {"type": "string", "enum": ["zstd-1", "zstd"]},
         "traceparent": {"type": "string"},
     },
 }
