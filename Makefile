@@ -21,7 +21,7 @@ $(STAMP): requirements.lock pyproject.toml
 		{ echo "make install: expected Python 3.11 or later, got $$($(PYTHON) --version)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "make install: $(PYTHON) -m venv failed (on Debian: apt-get install python3-venv)"; exit 1; }
-	@test -x $(BIN)/uv || { test -x $(BIN)/pip || $(BIN)/python -m ensurepip -q; \
+	@test -x $(BIN)/uv || { test -x $(BIN)/pip || $(BIN)/python -m ensurepip >/dev/null; \
 		$(BIN)/python -m pip install -q --disable-pip-version-check "uv==$(UV_VERSION)"; }
 	$(BIN)/uv pip install --system-certs --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
