@@ -269,8 +269,9 @@ def page(runs: Sequence[Ran], many: inference.Rate, single: inference.Rate) -> s
         busy_cores = ran.cpu_s[ran.busiest] / ran.seconds
         step_s, cores = sum(ran.cpu_s.values()) / len(ran.steps), len(os.sched_getaffinity(0))
         lines.append(
-            f"{ran.mode}: busiest process {ran.busiest}, {busy_cores:.2f} cores; all together {step_s:.2f} "
-            f"CPU s a step, so at best {60 * cores / step_s:.1f} steps / min on {cores} cores; drops: {drops}.\n"
+            f"{ran.mode}: busiest process {ran.busiest}, {busy_cores:.2f} cores; "
+            f"all together {step_s:.2f} CPU s a step, "
+            f"so at best {60 * cores / step_s:.1f} steps / min on {cores} cores; drops: {drops}.\n"
         )
     batching = min(many.per_s / single.per_s, many.per_cpu_s / single.per_cpu_s)
     lines.append(
