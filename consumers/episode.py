@@ -32,6 +32,8 @@ class Plan:
     stop_tokens: tuple[int, ...]
     turn_ms_max: int
     greedy: bool = False
+    version_min: int = 0
+    """Older weights may not write it: their tokens would be stale when they are consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ def _request(
         tokens_max=plan.sampling.tokens_max,
         stop_tokens=plan.stop_tokens,
         seed=plan.seed,
+        version_min=plan.version_min,
     )
 
 

@@ -268,6 +268,7 @@ class Worker:
             sampling=prompt.sampling,
             stop_tokens=self._arena.stop_tokens,
             turn_ms_max=self._config.turn_ms_max,
+            version_min=prompt.weights_version,
         )
         async for turns in play(envs, replica, plan, self._clock):
             await self._send([self._step(turn, prompt, attempt, trace) for turn in turns])

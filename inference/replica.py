@@ -33,6 +33,8 @@ class Replica:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"engine-{config.replica}", daemon=True)
         self._loading = asyncio.Lock()
+        self._installed = asyncio.Event()
+        """Set, and replaced, when other weights are served."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failed: asyncio.Future[None] | None = None
         """Holds the exception of the engine's thread, once it died of one."""
@@ -68,11 +70,12 @@ class Replica:
         cancels the request and frees its slots. Raises as `Engine.submit`, and InferenceUnavailable when
         `timeout_s` is over or the engine died."""
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        await self._serves(request, deadline)
         # Bounded by the request itself: no more entries than tokens it may generate.
         arrived: asyncio.Queue[list[Progress]] = asyncio.Queue()
         ticket = self._engine.submit(request, lambda progress: _post(loop, arrived, progress))
         left = len(request.sequences)
-        deadline = loop.time() + timeout_s
         try:
             while left:
                 for progress in await self._next(arrived, deadline, request):
@@ -89,7 +92,10 @@ class Replica:
 
     async def install(self, weights: ServedWeights) -> float:
         """Serves weights of this process; the milliseconds that decoding stood still."""
-        return await asyncio.wrap_future(self._engine.install(weights))
+        pause_ms = await asyncio.wrap_future(self._engine.install(weights))
+        self._installed.set()
+        self._installed = asyncio.Event()
+        return pause_ms
 
     def status(self) -> ReplicaStatus:
         return self._engine.status()
@@ -109,6 +115,18 @@ class Replica:
                 )
             pause_ms = await self.install(weights)
             return Loaded(serving=True, version=version, root=root, pause_ms=pause_ms, detail="")
+
+    async def _serves(self, request: Generation, deadline: float) -> None:
+        """Waits for weights new enough for `request`; it takes no slot meanwhile."""
+        while (now := self._engine.status()).version < request.version_min:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._installed.wait()
+            except TimeoutError as error:
+                raise InferenceUnavailable(
+                    f"{self._name}: request {request.group_id}: expected weights {request.version_min} or"
+                    f" newer, got {now.version} at the deadline"
+                ) from error
 
     async def _next(
         self, arrived: asyncio.Queue[list[Progress]], deadline: float, request: Generation

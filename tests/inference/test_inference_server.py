@@ -211,6 +211,28 @@ def test_swap_under_load_over_the_wire(monkeypatch: pytest.MonkeyPatch, tmp_path
     asyncio.run(scenario())
 
 
+def test_a_request_waits_for_the_version_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is generated under older weights than asked for, no slot is held meanwhile, and the deadline
+    says what is missing."""
+
+    async def scenario() -> None:
+        async with running(monkeypatch) as (client, _, _):
+            request = generation(tokens_max=8, version_min=1)
+            with pytest.raises(InferenceUnavailable, match="expected weights 1 or newer, got 0"):
+                await client.generate(request, timeout_s=0.2)
+            waiting = asyncio.ensure_future(client.generate(request, timeout_s=WAIT_S))
+            await client.generate(generation(tokens_max=8), timeout_s=WAIT_S)
+            assert not waiting.done() and await idle(client)
+            assert (await client.load_weights(**staged(tmp_path, version=1, seed=2))).serving
+            done = (await waiting)[0]
+            assert [span.weights_version for span in done.spans] == [1]
+            assert (await client.generate(request, timeout_s=WAIT_S))[0].weights_version == 1
+
+    asyncio.run(scenario())
+
+
 def test_deadline_and_cancel_free_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call past its deadline, one cancelled and one whose reader left: nothing runs or waits after them."""
     release = slow_steps(monkeypatch)

@@ -43,6 +43,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """In [0, 2^64)."""
     stream_tokens: bool = False
+    version_min: int = 0
+    """Generation waits until the replica serves this version or a newer one."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ class Sequence(_message.Message):
     def __init__(self, member: _Optional[int] = ..., own_tokens: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run", "group_id", "lane", "prefix_tokens", "sequences", "temperature", "greedy", "tokens_max", "stop_tokens", "seed", "stream_tokens")
+    __slots__ = ("run", "group_id", "lane", "prefix_tokens", "sequences", "temperature", "greedy", "tokens_max", "stop_tokens", "seed", "stream_tokens", "version_min")
     RUN_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class GenerateRequest(_message.Message):
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STREAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     run: str
     group_id: str
     lane: Lane
@@ -46,7 +47,8 @@ class GenerateRequest(_message.Message):
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
     seed: int
     stream_tokens: bool
-    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., lane: _Optional[_Union[Lane, str]] = ..., prefix_tokens: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., temperature: _Optional[float] = ..., greedy: _Optional[bool] = ..., tokens_max: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stream_tokens: _Optional[bool] = ...) -> None: ...
+    version_min: int
+    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., lane: _Optional[_Union[Lane, str]] = ..., prefix_tokens: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., temperature: _Optional[float] = ..., greedy: _Optional[bool] = ..., tokens_max: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stream_tokens: _Optional[bool] = ..., version_min: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end", "weights_version")

@@ -34,6 +34,7 @@ def request_message(request: Generation) -> pb.GenerateRequest:
             stop_tokens=request.stop_tokens,
             seed=request.seed,
             stream_tokens=request.stream_tokens,
+            version_min=request.version_min,
         )
     except (ValueError, OverflowError, TypeError) as error:
         raise InferenceError(f"request {request.group_id}: expected unsigned numbers: {error}") from error
@@ -65,6 +66,7 @@ def request_of(message: pb.GenerateRequest) -> Generation:
         stop_tokens=tuple(message.stop_tokens),
         seed=message.seed,
         stream_tokens=message.stream_tokens,
+        version_min=message.version_min,
     )
 
 
