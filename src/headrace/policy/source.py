@@ -13,6 +13,7 @@ mid-training.
 """
 
 import ast
+import functools
 import io
 import itertools
 import re
@@ -27,6 +28,7 @@ from headrace.errors import PolicyError
 HoleKind = Literal["operator", "constant", "name", "expression", "attribute", "argument"]
 
 FILL_CHARACTERS_MAX = 200  # no sensible fill is longer; it also bounds what a hostile fill costs the parser
+FILLS_REMEMBERED = 4096  # the same few names and operators come again and again
 INDENT = "    "
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 # Python 3.12 splits an f-string into tokens; 3.14 does the same to t-strings. Here each stays one token.
@@ -139,6 +141,7 @@ def holes(text: str) -> list[Hole]:
     return [found[key] for key in sorted(found)]
 
 
+@functools.lru_cache(FILLS_REMEMBERED)
 def fill_is_wellformed(text: str) -> bool:
     """Whether `text` alone is one operator, or one expression or call argument: no comment, no line break,
     nothing that closes a bracket it did not open. Never raises; never runs anything.

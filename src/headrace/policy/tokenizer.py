@@ -6,6 +6,7 @@ writes them. So a program that contains the characters `<|end|>` is encoded as t
 dialogue; shipped in `policy/seed/`.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ SPECIAL: Final = (
     "<|result|>",
 )
 BPE_ENTRIES: Final = VOCABULARY - len(SPECIAL)
+REMEMBERED_TEXTS = 4096
 # A piece never holds a space, tab or line break after its first character, and needs no look-ahead: so text
 # may be cut in front of any single space without changing the pieces on either side.
 PIECES: Final = r" ?[^\W\d]+| ?\d+| ?[^\w\s]+|\n\t*|\s"
@@ -48,6 +50,8 @@ class Tokenizer:
             raise PolicyError(f"tokenizer: expected {BPE_ENTRIES} entries, got {entries}")
         self.json_bytes = json_bytes
         self.sha256 = hashlib.sha256(json_bytes).hexdigest()
+        # The members of a group share their prompt, and most of their failures.
+        self._remembered = functools.lru_cache(REMEMBERED_TEXTS)(self._encode)
         self.special = {name: BPE_ENTRIES + index for index, name in enumerate(SPECIAL)}
 
     @property
@@ -56,8 +60,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids below `BPE_ENTRIES`, whatever the text: it never yields a special token."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._remembered(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """`[encode(text) for text in texts]`, on the library's own threads."""

@@ -26,7 +26,7 @@ from headrace.errors import BusError, BusUnavailable
 MEMORY = ":memory:"
 SCHEMA_VERSION = 1
 LOCK_WAIT_MS = 10_000
-POLL_MS_MIN = 1.0
+POLL_MS_MIN = 4.0  # a loop of eight readers at 1 ms took a sixth of a core from its trainer
 POLL_MS_MAX = (
     50.0  # 20 looks a second at `PRAGMA data_version`: an idle reader takes half a percent of a core
 )
