@@ -27,6 +27,7 @@ from headrace.envs.blind import BlindLoader
 
 REQUEST_BYTES_MAX = 8 << 20
 _LAST = {"load", "time", "memory", "flood"}  # kinds after which a candidate has no more frames
+_KINDS = {"ready", "loaded", "out", "exc", "setup", *_LAST}
 _LOOK_S = 0.05  # how often a silent child is looked at
 _WALLS_MAX = 5  # a child that moves, but slowly, has this many times as long as one that doesn't
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -189,14 +190,16 @@ class _Supervision:
                 break
             try:
                 number, check, kind, text = json.loads(self._buffer[4 : 4 + size])
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 return "forged"
             if check == -2 and kind == "fault" and self._next[1] == -2:
                 raise Fault(f"child: {text}")
-            if (number, check) != self._next or not isinstance(text, str):
+            types = [type(part) for part in (number, check, kind, text)]  # 0.0 and False would equal 0
+            if types != [int, int, str, str] or (number, check) != self._next or kind not in _KINDS:
                 return "forged"  # a frame out of order was not written by us
             self._buffer = self._buffer[4 + size :]
-            self._advance(number, check, kind, text)
+            # a lone surrogate can't be sent: what a program prints must not look like a fault of ours
+            self._advance(number, check, kind, text.encode(errors="replace").decode())
         return ""
 
     def _advance(self, number: int, check: int, kind: str, text: str) -> None:

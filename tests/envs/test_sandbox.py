@@ -196,6 +196,29 @@ def test_verdict_cannot_be_forged(isolation: Walls, sequence: tuple[int, ...]) -
     assert outcomes[1].status == "passed"
 
 
+@pytest.mark.parametrize("frame", ['[0, 0, [], ""]', '[0.0, 0, "out", ""]', "[" * 30_000, '[0, 0, "?", ""]'])
+def test_a_frame_of_another_form_is_forged(frame: str) -> None:
+    """Whatever a program writes into the pipe is its own crash: the server lives, and no one else pays."""
+    forger = program(f"""
+    import struct
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack("!I", {len(frame)}) + {frame.encode()!r})
+        except OSError:
+            pass
+    """)
+    outcomes = run_programs([forger, GOOD], EXAMPLES)
+    assert [outcome.status for outcome in outcomes] == ["crash", "passed"]
+
+
+def test_lone_surrogates_are_the_programs_own() -> None:
+    """Text that no UTF-8 holds, printed or raised, is an ordinary wrong answer."""
+    raising = program("raise ValueError(chr(0xDFFF))")
+    printing = program("print(chr(0xD800))\nseen = []")
+    outcomes = run_programs([raising, printing, GOOD], EXAMPLES)
+    assert [outcome.status for outcome in outcomes] == ["error", "failed", "passed"]
+
+
 @walls
 def test_expected_answers_are_not_in_the_child(isolation: Walls) -> None:
     """The docstrings of the package under test are empty: no text of an example can be found in memory."""
