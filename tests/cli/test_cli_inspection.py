@@ -81,6 +81,16 @@ def test_topics_counts_and_lag(address: str, tmp_path: Path, capsys: pytest.Capt
     assert any("evaluations" in line and " 3 " in line for line in lines(capsys, "topics", "--bus", address))
 
 
+def test_topics_row_is_one_line_on_a_narrow_terminal(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 40 columns each topic still has one line with whole names and numbers."""
+    monkeypatch.setenv("COLUMNS", "40")
+    table = lines(capsys, "topics", "--bus", address)
+    assert len(table) == 1 + len(documents(capsys, "topics", "--bus", address))
+    assert not any("…" in line for line in table)
+
+
 def test_tail_filters(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By key, key prefix, type, count, offset and time; the newest come last."""
     at = ("--bus", address)

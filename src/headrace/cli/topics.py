@@ -15,6 +15,8 @@ from headrace.wire.topics import TOPICS
 DETAIL = """With `create`, makes the missing topics with the settings of their definitions, and reports the
 settings that differ on topics that exist (exit code 1); those are left alone."""
 
+WIDTH_MAX = 10_000
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("act", nargs="?", choices=["list", "create"], default="list")
@@ -79,12 +81,15 @@ async def _list(bus: Bus, as_json: bool) -> int:
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("topic", no_wrap=True)
     for column in ("partitions", "records", "bytes"):
-        drawn.add_column(column, justify="right")
-    drawn.add_column("lag by consumer group")
+        drawn.add_column(column, justify="right", no_wrap=True)
+    drawn.add_column("lag by consumer group", no_wrap=True)
     for row in table:
         lag = ", ".join(f"{group} {count:,}" for group, count in row.lag.items())
         drawn.add_row(row.topic, str(row.partitions), f"{row.records:,}", shown.size(row.bytes), lag or "-")
-    Console().print(drawn)
+    # As wide as it is: a row stays one line for `grep`, and numbers stay whole on a narrow terminal.
+    console = Console()
+    wanted = console.measure(drawn, options=console.options.update(width=WIDTH_MAX)).maximum
+    Console(width=max(console.width, wanted)).print(drawn)
     return 0
 
 
