@@ -61,6 +61,13 @@ def test_misspelt_names_are_answered_with_the_nearest(
     assert "Traceback" not in told
 
 
+def test_a_file_fault_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run directory that is a file ends the demo with its path and the reason."""
+    (tmp_path / "file").touch()
+    assert main(["demo", "--run-dir", str(tmp_path / "file"), "--plain"]) == 1
+    assert capsys.readouterr().err == f"headrace: {tmp_path / 'file'}: File exists\n"
+
+
 def test_dotted_flags_stand_anywhere() -> None:
     """Settings are taken out before the command's own arguments are read, a value is never a topic."""
     flags, words = split_dotted(["tail", "--trainer.lr", "3e-6", "prompts", "--run.group-size=4", "-n", "2"])

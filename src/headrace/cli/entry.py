@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`): nothing is wrong, and nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"headrace: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
