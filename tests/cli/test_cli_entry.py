@@ -61,6 +61,24 @@ def test_misspelt_names_are_answered_with_the_nearest(
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("-n", "0"), "--count: expected 1 or more, got 0"),
+        (("--from", "9@10"), "prompts: expected a partition in 0..3, got 9"),
+        (("--type", "Promt"), "unknown type on prompts 'Promt': did you mean 'Prompt'?"),
+    ],
+)
+def test_tail_refuses_what_can_show_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    """A count below 1, a partition that isn't there and a type the topic never carries exit with 2."""
+    address = f"sqlite:{tmp_path}/log"
+    assert main(["topics", "create", "--bus", address]) == 0
+    assert main(["tail", "prompts", "--bus", address, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_file_fault_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run directory that is a file ends the demo with its path and the reason."""
     (tmp_path / "file").touch()

@@ -37,6 +37,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.count is not None and args.count < 1:
+        raise ConfigError(f"--count: expected 1 or more, got {args.count}")
     return options.with_bus(lambda bus, _: _tail(bus, args), options.place(args))
 
 
@@ -44,6 +46,7 @@ async def _tail(bus: Bus, args: argparse.Namespace) -> int:
     known = await bus.topics()
     if args.topic not in known:
         raise ConfigError(shown.unknown("topic", args.topic, known))
+    _check_type(args)
     starts, ends = await _bounds(bus, args)
     printer = _Printer(args)
     if args.start is None and args.until is None:
@@ -64,6 +67,16 @@ async def _tail(bus: Bus, args: argparse.Namespace) -> int:
                     if _wanted(delivery, args) and not printer.done:
                         printer.show(delivery)
     return 0
+
+
+def _check_type(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a record type that a topic of ours never carries: nothing would ever match."""
+    wanted, topic = args.record_type, TOPICS.get(args.topic)
+    if wanted is None or "." in wanted or topic is None or not topic.records:
+        return
+    names = [*(record.__name__ for record in topic.records), "bytes"]
+    if wanted.lower() not in map(str.lower, names):
+        raise ConfigError(shown.unknown(f"type on {args.topic}", wanted, names))
 
 
 async def _bounds(
@@ -93,7 +106,10 @@ async def position(
     if match := re.fullmatch(r"(?:(\d+)@)?(\d+)", text):
         partition, offset = match[1], int(match[2])
         if partition is not None:
-            return {**elsewhere, TopicPartition(topic, int(partition)): offset}
+            named = TopicPartition(topic, int(partition))
+            if named not in ends:
+                raise ConfigError(f"{topic}: expected a partition in 0..{len(ends) - 1}, got {partition}")
+            return {**elsewhere, named: offset}
         return dict.fromkeys(ends, offset)
     return dict(await bus.offsets_at(topic, shown.time_ms(text, int(time.time() * 1000))))
 
