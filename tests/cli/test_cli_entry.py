@@ -86,6 +86,20 @@ def test_a_file_fault_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"headrace: {tmp_path / 'file'}: File exists\n"
 
 
+def test_an_address_has_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--inference` without a port is refused before the worker starts to wait for it."""
+    with pytest.raises(SystemExit) as ended:
+        main(["rollouts", "--inference", "nonsense"])
+    assert ended.value.code == 2
+    assert "expected HOST:PORT, got 'nonsense'" in capsys.readouterr().err
+
+
+def test_unknown_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """`tasks list` of a package that isn't in the set names the nearest."""
+    assert main(["tasks", "list", "--package", "tolz"]) == 2
+    assert "unknown package 'tolz': did you mean 'toolz'?" in capsys.readouterr().err
+
+
 def test_dotted_flags_stand_anywhere() -> None:
     """Settings are taken out before the command's own arguments are read, a value is never a topic."""
     flags, words = split_dotted(["tail", "--trainer.lr", "3e-6", "prompts", "--run.group-size=4", "-n", "2"])

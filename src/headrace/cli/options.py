@@ -48,7 +48,9 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"directory of the run (default: ${RUN_DIR_VARIABLE}, or the newest in ./runs)",
     )
     group.add_argument(
-        "--bus", metavar="ADDRESS", help="sqlite:PATH or kafka:host:port, instead of the run's own"
+        "--bus",
+        metavar="ADDRESS",
+        help="sqlite:PATH, kafka:host:port or local-kafka:DIR, instead of the run's own",
     )
     group.add_argument(
         "--config",

@@ -7,6 +7,7 @@ Here the parts meet their bus, store and settings; what they do is theirs. Start
 import argparse
 import asyncio
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--inference",
             metavar="HOST:PORT",
+            type=_host_port,
             action="append",
             default=[],
             help="an inference server; repeatable (default: those of the run directory)",
@@ -61,6 +63,12 @@ def run(args: argparse.Namespace) -> int:
         module=module,
         level=args.log_level,
     )
+
+
+def _host_port(text: str) -> str:
+    if not re.fullmatch(r".+:\d{1,5}", text):
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
+    return text
 
 
 async def _prompts(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:

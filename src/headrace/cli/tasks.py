@@ -38,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     counts: Counter[tuple[str, str, str]] = Counter()
-    for task in _tasks(args):
+    tasks = _tasks(args)
+    packages = {task.distribution for task in tasks}
+    if args.package and args.package not in packages:
+        raise ConfigError(shown.unknown("package", args.package, packages))
+    for task in tasks:
         counts[task.split, task.distribution, task.kind] += 1
         if args.package == task.distribution:
             if args.json:
