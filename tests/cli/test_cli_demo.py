@@ -77,7 +77,11 @@ def test_demo_trains_resumes_and_stops(tmp_path: Path, capsys: pytest.CaptureFix
     assert [point.step for point in found.steps] == list(range(1, found.step + 1))
     assert found.step >= 4
     assert found.trained + sum(found.drops.values()) == found.consumed <= found.prompts
-    assert main(["trajectory", f"{run_dir.name}-0000000", "--json", "--run-dir", str(run_dir)]) == 0
+    place = ["--json", "--run-dir", str(run_dir)]
+    assert main(["tail", "train.steps", "--from", "begin", *place]) == 0
+    ledger = [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()]
+    step = next(record for record in ledger if record["admitted"])
+    assert main(["trajectory", step["admitted"][0], *place]) == 0
     story = json.loads(capsys.readouterr().out)
-    assert story["trained_in_step"] == 1
+    assert story["trained_in_step"] == step["step"]
     assert len(story["members"]) == 4 and all(member["steps"] for member in story["members"])
