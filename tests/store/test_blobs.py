@@ -127,7 +127,22 @@ def test_a_call_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pyt
         blobs = Blobs.open(f"file://{tmp_path}", deadline_s=0.01, backoff_s=0.0)
         monkeypatch.setattr(obstore, "get_async", hang)
         with pytest.raises(StoreUnavailable, match="TimeoutError"):
-            await blobs.get("blobs/00/00", "00")
+            await blobs.get(f"blobs/00/{64 * '0'}", 64 * "0")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("uri", ["", "/", "../../etc/passwd", "a//b", "a\0b", "x" * 5000])
+def test_a_uri_that_names_no_blob_is_wrong_not_away(tmp_path: Path, uri: str) -> None:
+    """A record may say anything: its reader must be able to give it up, and not wait for the store."""
+
+    async def run() -> None:
+        blobs = Blobs.open(f"file://{tmp_path}", backoff_s=0.0)
+        blob = await blobs.put(b"abc")
+        for sha256 in (blob.sha256, uri):
+            with pytest.raises(StoreError, match="expected blobs/") as raised:
+                await blobs.get(uri, sha256)
+            assert not raised.value.retriable
 
     asyncio.run(run())
 

@@ -10,6 +10,7 @@ Durable against the death of a process (whole objects only: obstore writes a fil
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
@@ -26,6 +27,7 @@ TRIES_MAX: Final = 4
 BACKOFF_S: Final = 0.2
 """Before the second try; doubles."""
 
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 _T = TypeVar("_T")
 
 
@@ -97,8 +99,13 @@ class Blobs:
         return blob
 
     async def get(self, uri: str, sha256: str) -> bytes:
-        """The bytes at `uri`, whose SHA-256 is `sha256`. Raises StoreError (missing, too large, of another
-        hash) and StoreUnavailable."""
+        """The bytes at `uri`, whose SHA-256 is `sha256`. Raises StoreError (no name of a blob, missing, too
+        large, of another hash) and StoreUnavailable."""
+        # Both come out of records: a path that the store chokes on must not look like a store that is away.
+        if not _SHA256.fullmatch(sha256) or uri != _uri(sha256):
+            raise StoreError(
+                f"{self.address}: expected blobs/XX/SHA256 and SHA256, got {uri[:80]!r} and {sha256[:80]!r}"
+            )
         data = await self._try(uri, lambda: self._read(uri))
         found = await asyncio.to_thread(_sha256, data)
         if found != sha256:
