@@ -99,8 +99,8 @@ class Versions:
             if full is not None:
                 snapshots.append([Link(record, full), *reversed(chain)])
             step = _encoding(record, "delta")
-            if step is None or step.base_version is None:
-                break
+            if step is None or step.base_version is None or step.base_version >= record.version:
+                break  # a base that is not older would lead round in a circle
             chain.append(Link(record, step))
             if held is not None and step.base_root == held.root:
                 yield list(reversed(chain))

@@ -351,6 +351,24 @@ def _with_root(record: WeightsPublished, root: str) -> WeightsPublished:
     return msgspec.structs.replace(record, root=root)
 
 
+def test_a_delta_on_itself_is_no_way(place: Place) -> None:
+    """An announcement whose base is its own version, or a newer one, ends the search instead of looping."""
+
+    async def scenario() -> None:
+        blobs = Blobs.open(place.store)
+        records = await publish(blobs, states(3))
+        [delta] = records[2].encodings
+        for base in (2, 3):
+            versions = Versions(blobs, 99)
+            encoding = msgspec.structs.replace(delta, base_version=base)
+            versions.announce(msgspec.structs.replace(records[2], encodings=(encoding,)))
+            versions.announce(msgspec.structs.replace(records[2], version=3, encodings=(encoding,)))
+            with pytest.raises(StoreError, match="no snapshot is announced"):
+                await versions.obtain()
+
+    asyncio.run(scenario())
+
+
 def test_announcements_are_bounded(place: Place) -> None:
     """Three are remembered: the way from the snapshot of 0 to 4 is lost, the one from 3 is not."""
 
