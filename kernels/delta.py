@@ -26,7 +26,6 @@ from headrace.errors import PolicyError
 
 MAGIC: Final = b"HRD1"
 _LEVEL: Final = 1  # higher levels gain nothing on this form
-_CONTENT_BYTES_MAX: Final = 1 << 34
 
 
 class TensorDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -92,12 +91,8 @@ def apply(base: dict[str, Tensor], blob: bytes, root: Root) -> dict[str, Tensor]
     got = root(base)
     if got != header.base_root:
         raise PolicyError(f"delta: expected base {header.base_root}, got {got}")
-    size = sum(tensor.gaps + 2 * tensor.changes for tensor in header.tensors)
-    if size > _CONTENT_BYTES_MAX:
-        raise PolicyError(f"delta: expected at most {_CONTENT_BYTES_MAX} bytes of content, got {size}")
-    content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size) if size else b""
-    if len(content) != size:
-        raise PolicyError(f"delta: expected {size} bytes of content, got {len(content)}")
+    _check_fits(header, base)
+    content = _content(frame, sum(tensor.gaps + 2 * tensor.changes for tensor in header.tensors))
     result = {}
     at = 0
     for tensor in header.tensors:
@@ -106,12 +101,46 @@ def apply(base: dict[str, Tensor], blob: bytes, root: Root) -> dict[str, Tensor]
         high = np.frombuffer(content, np.uint8, tensor.changes, at + tensor.gaps + tensor.changes)
         at += tensor.gaps + 2 * tensor.changes
         values = _integers(base[tensor.name]).copy()
-        values[_places(gaps)] += low.astype(np.uint16) | high.astype(np.uint16) << 8
+        places = _places(gaps)
+        if len(places) != tensor.changes or (len(places) and places[-1] >= values.size):
+            raise PolicyError(
+                f"delta: {tensor.name}: expected {tensor.changes} places below {values.size},"
+                f" got {len(places)}, the last {places[-1:].tolist()}"
+            )
+        values[places] += low.astype(np.uint16) | high.astype(np.uint16) << 8
         result[tensor.name] = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(tensor.shape)
     got = root(result)
     if got != header.root:
         raise PolicyError(f"delta: expected to reach root {header.root}, got {got}")
     return result
+
+
+def _check_fits(header: DeltaHeader, base: dict[str, Tensor]) -> None:
+    """The base's names and shapes, and no more content than its elements can need."""
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    if shapes != {name: list(tensor.shape) for name, tensor in base.items()} or len(header.tensors) != len(
+        base
+    ):
+        raise PolicyError("delta: expected tensors of the base's names and shapes")
+    for tensor in header.tensors:
+        elements = base[tensor.name].numel()
+        if not 0 <= tensor.changes <= tensor.gaps <= elements:
+            raise PolicyError(
+                f"delta: {tensor.name}: expected changes up to gaps up to {elements} elements,"
+                f" got {tensor.changes} and {tensor.gaps}"
+            )
+
+
+def _content(frame: bytes, size: int) -> bytes:
+    if not size:
+        return b""
+    try:
+        announced = zstandard.frame_content_size(frame)
+        if announced != size:  # what the frame announces is allocated, whatever max_output_size says
+            raise PolicyError(f"delta: expected {size} bytes of content, announced {announced}")
+        return zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise PolicyError(f"delta: expected a zstandard frame: {error}") from error
 
 
 def _open(blob: bytes) -> tuple[DeltaHeader, bytes]:

@@ -2,9 +2,12 @@
 
 import hashlib
 import random
+import struct
 
+import msgspec
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,3 +86,35 @@ def test_a_delta_that_leads_elsewhere_is_refused() -> None:
     assert header.root != weights_root(new)
     with pytest.raises(PolicyError, match=r"delta: expected to reach root"):
         delta.apply(base, blob, lambda weights: header.base_root)
+
+
+def _forged(tensor: delta.TensorDelta, frame: bytes) -> bytes:
+    root = weights_root({"w": _bits([0] * 4)})
+    sha256 = hashlib.sha256(frame).hexdigest()
+    header = msgspec.msgpack.encode(delta.DeltaHeader(root, root, [tensor], sha256))
+    return delta.MAGIC + struct.pack("<I", len(header)) + header + frame
+
+
+BOMB = struct.pack("<IBQ", 0xFD2FB528, 0xE0, 1 << 40) + b"\1\0\0"  # announces a TiB
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "gaps", "changes", "frame"),
+    [
+        ("v", [4], 1, 1, zstandard.compress(b"\0\1\0")),
+        ("w", [5], 1, 1, zstandard.compress(b"\0\1\0")),
+        ("w", [4], 1, 1, zstandard.compress(b"\4\1\0")),
+        ("w", [4], -1, 2, zstandard.compress(b"\0\1\0")),
+        ("w", [4], 2, 1, zstandard.compress(b"\0\0\1\0")),
+        ("w", [4], 9, 1, zstandard.compress(b"\xff" * 8 + b"\0\1\0")),
+        ("w", [4], 1, 1, b"no frame"),
+        ("w", [4], 1, 1, BOMB),
+    ],
+)
+def test_a_header_that_lies_is_refused(
+    name: str, shape: list[int], gaps: int, changes: int, frame: bytes
+) -> None:
+    """Names, shapes, counts, places and sizes come from outside: each lie is a PolicyError, nothing else."""
+    blob = _forged(delta.TensorDelta(name, shape, gaps, changes), frame)
+    with pytest.raises(PolicyError, match=r"^delta: "):
+        delta.apply({"w": _bits([0] * 4)}, blob, weights_root)
