@@ -64,7 +64,6 @@ def test_misspelt_names_are_answered_with_the_nearest(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("-n", "0"), "--count: expected 1 or more, got 0"),
         (("--from", "9@10"), "prompts: expected a partition in 0..3, got 9"),
         (("--type", "Promt"), "unknown type on prompts 'Promt': did you mean 'Prompt'?"),
     ],
@@ -72,7 +71,7 @@ def test_misspelt_names_are_answered_with_the_nearest(
 def test_tail_refuses_what_can_show_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
 ) -> None:
-    """A count below 1, a partition that isn't there and a type the topic never carries exit with 2."""
+    """A partition that isn't there and a type the topic never carries exit with 2."""
     address = f"sqlite:{tmp_path}/log"
     assert main(["topics", "create", "--bus", address]) == 0
     assert main(["tail", "prompts", "--bus", address, *words]) == 2
@@ -86,12 +85,30 @@ def test_a_file_fault_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"headrace: {tmp_path / 'file'}: File exists\n"
 
 
-def test_an_address_has_a_port(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--inference` without a port is refused before the worker starts to wait for it."""
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("rollouts", "--inference", "nonsense"), "expected HOST:PORT, got 'nonsense'"),
+        (("tail", "prompts", "-n", "0"), "expected a whole number from 1, got '0'"),
+        (("demo", "--workers", "0"), "expected a whole number from 1, got '0'"),
+        (("evaluate", "--tasks", "x"), "expected a whole number from 1, got 'x'"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    """An address without a port or a count below 1 exits with 2 before anything starts and waits."""
     with pytest.raises(SystemExit) as ended:
-        main(["rollouts", "--inference", "nonsense"])
+        main(words)
     assert ended.value.code == 2
-    assert "expected HOST:PORT, got 'nonsense'" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+
+
+def test_a_demo_takes_some_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time that isn't above 0 is refused, and no run directory is made."""
+    assert main(["demo", "--minutes=-1", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "--minutes: expected more than 0, got -1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,8 @@ def test_trajectory_tells_the_latest_attempt_and_the_fate(
         "read in step 2; tokens withheld: stale",
     ]
     assert main(["trajectory", "sample-0000099", *at]) == 2
+    assert main(["trajectory", f"{group(0)}/9", *at]) == 2
+    assert "expected a member of [0, 1], got 9" in capsys.readouterr().err
 
 
 def test_view_adds_up(address: str) -> None:

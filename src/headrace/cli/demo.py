@@ -30,9 +30,9 @@ Exit code 0 when the report is written; 130 or 143 when interrupted; 10 when a p
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help="training steps of this demo, instead of a time")
+    length.add_argument("--steps", type=options.positive, help="training steps, instead of a time")
     length.add_argument("--minutes", type=float, help="training time of this demo (default: 3)")
-    parser.add_argument("--workers", type=int, help="rollout workers (default: 2)")
+    parser.add_argument("--workers", type=options.positive, help="rollout workers (default: 2)")
     parser.add_argument("--plain", action="store_true", help="lines instead of the live screen")
     parser.add_argument(
         "--restart", type=int, default=0, metavar="N", help="start a process that died again, up to N times"
@@ -43,8 +43,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.supervisor import only_supervisor
 
-    if args.steps is not None and args.steps < 1:
-        raise ConfigError(f"--steps: expected 1 or more, got {args.steps}")
+    if args.minutes is not None and not args.minutes > 0:
+        raise ConfigError(f"--minutes: expected more than 0, got {args.minutes:g}")
     args.run_dir = Path(args.run_dir or time.strftime("runs/demo-%Y%m%d-%H%M%S")).resolve()
     args.bus = {
         "sqlite": None,

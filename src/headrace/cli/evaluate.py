@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, help="of the weights (default: the newest announced)")
     parser.add_argument("--round", default="check", help="name of the round (default: check)")
-    parser.add_argument("--tasks", type=int, help="held-out tasks (default: evaluation.tasks)")
+    parser.add_argument("--tasks", type=options.positive, help="held-out tasks (default: evaluation.tasks)")
     parser.add_argument("--samples", type=int, help="sampled tries a task; one greedy try comes on top")
     parser.add_argument("--name", default="evaluate", help="of this process in logs and pid file")
     parser.add_argument("--log-level", choices=log.LEVELS, default="info")

@@ -6,6 +6,7 @@ Not here: what a setting means (`settings`), how a bus works (`headrace.bus`).
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -61,6 +62,13 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file; repeatable, later wins",
     )
     group.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def positive(text: str) -> int:
+    """A count on the command line, 1 or more. Raises ArgumentTypeError."""
+    if not re.fullmatch("0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
 
 
 def place(args: argparse.Namespace, *, new: bool = False) -> Place:

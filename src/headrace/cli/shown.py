@@ -177,6 +177,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The message for a name that isn't there, with the nearest one that is."""
     names: Sequence[str] = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    listed = f"{', '.join(names[:20])}{' ...' if len(names) > 20 else ''}" or "none"
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed}"
+    listed = f"{', '.join(names[:20])}{' ...' if len(names) > 20 else ''}"
+    expected = f"expected one of {listed}" if names else "there is none"
+    hint = f"did you mean {near[0]!r}?" if near else expected
     return f"unknown {what} {name!r}: {hint}"

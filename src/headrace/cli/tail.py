@@ -30,15 +30,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="WHERE", help="where to end")
     parser.add_argument("--key", help="only records with this key (a prefix ends with *)")
     parser.add_argument("--type", dest="record_type", help="only records of this type, e.g. GroupFailed")
-    parser.add_argument("-n", "--count", type=int, help="at most this many records")
+    parser.add_argument("-n", "--count", type=options.positive, help="at most this many records")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new records until Ctrl-C")
     parser.add_argument("--full", action="store_true", help="show long values whole")
     options.run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.count is not None and args.count < 1:
-        raise ConfigError(f"--count: expected 1 or more, got {args.count}")
     return options.with_bus(lambda bus, _: _tail(bus, args), options.place(args))
 
 

@@ -131,6 +131,8 @@ async def _trajectory(bus: Bus, args: argparse.Namespace) -> int:
     if member and not member.isdecimal():
         raise ConfigError(f"group {args.group_id!r}: expected GROUP_ID or GROUP_ID/MEMBER")
     story = await gather(bus, group_id)
+    if member and int(member) not in story.members():
+        raise ConfigError(f"group {group_id!r}: expected a member of {story.members()}, got {member}")
     chosen = [int(member)] if member else story.members()
     if args.json:
         options.print_json(_document(story, chosen))
