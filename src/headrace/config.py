@@ -10,7 +10,7 @@ import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from headrace.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
 _T = TypeVar("_T", bound=msgspec.Struct)
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +28,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "demo"
     seed: int = 0
     region: str = "local"
-    steps_max: int = 100
+    steps_max: AtLeastOne = 100
     """The run ends after this training step."""
-    groups_per_step: int = 32
+    groups_per_step: AtLeastOne = 32
     """Closed groups that one training step consumes, trained or dropped."""
-    group_size: int = 8
-    lag_versions_max: int = 2
+    group_size: AtLeastOne = 8
+    lag_versions_max: AtLeastZero = 2
     """No token older than this many versions is trained."""
 
 
@@ -69,7 +71,7 @@ def config_sha256(config: msgspec.Struct) -> str:
 
 
 def dotted_fields(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """`trainer.lr` -> (type, default) for every leaf of the tree, for help pages and completion."""
+    """`trainer.lr` -> (type, default) for every leaf of the tree, to go through them all."""
     leaves: dict[str, tuple[Any, Any]] = {}
     for field in msgspec.structs.fields(config_type):
         name = prefix + field.name

@@ -25,6 +25,22 @@ def test_the_last_source_wins(tmp_path: Path) -> None:
     assert (found.run.region, found.run.seed, found.run.group_size, found.run.steps_max) == ("far", 2, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("run.steps_max", "0", ">= 1"),
+        ("run.groups_per_step", "0", ">= 1"),
+        ("run.group_size", "0", ">= 1"),
+        ("run.lag_versions_max", "-1", ">= 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(tmp_path: Path, name: str, value: str, bound: str) -> None:
+    """What no run could work with is refused before a process starts, with bound and name."""
+    with pytest.raises(ConfigError, match=rf"{bound}.*{name}"):
+        tree.load(tmp_path, environment={}, flags={name: value})
+    tree.load(tmp_path, environment={}, flags={name: bound[-1]})
+
+
 def test_the_run_file_gives_the_same_settings_back(tmp_path: Path) -> None:
     """Whatever was set survives `save` and `load`, and every setting stands in the file."""
     before = tree.load(
