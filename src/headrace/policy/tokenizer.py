@@ -65,10 +65,6 @@ class Tokenizer:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """`[encode(text) for text in texts]`, on the library's own threads."""
-        return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; a special token shows as its name, bytes that aren't UTF-8 as U+FFFD."""
         parts: list[str] = []
