@@ -3,11 +3,11 @@
 Not here: when it runs (`inference.scheduler`), what it costs (`inference.engine`).
 """
 
-import math
 from dataclasses import dataclass
 
 from headrace.errors import InferenceError
 from headrace.rpc.generation import Generation
+from headrace.wire.records import TEMPERATURE_MAX, TEMPERATURE_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,11 @@ def check(request: Generation, bounds: Bounds) -> tuple[int, ...]:
     members = [item.member for item in request.sequences]
     if len(set(members)) != len(members):
         raise InferenceError(f"{place}: expected each member once, got {members}")
-    if not (math.isfinite(request.temperature) and 0 <= request.temperature <= 100):
-        raise InferenceError(f"{place}: temperature: expected a number in 0..100, got {request.temperature}")
+    if request.temperature and not TEMPERATURE_MIN <= request.temperature <= TEMPERATURE_MAX:
+        raise InferenceError(
+            f"{place}: temperature: expected 0 or a number in {TEMPERATURE_MIN}..{TEMPERATURE_MAX:g},"
+            f" got {request.temperature}"
+        )
     if request.tokens_max < 1:
         raise InferenceError(f"{place}: tokens_max: expected 1 or more, got {request.tokens_max}")
     if not 0 <= request.seed < 2**64:

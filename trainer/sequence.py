@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.errors import WireError
 from headrace.policy.model import ModelConfig
 from headrace.policy.tree import MISSING
-from headrace.wire.records import Rollout, RolloutStep
+from headrace.wire.records import TEMPERATURE_MAX, TEMPERATURE_MIN, VERSION_MAX, Rollout, RolloutStep
 
 NOT_GENERATED = -1
 LOGP_MAX = 1e-3
@@ -125,8 +125,13 @@ def _check_order(
     ):
         if got != expected:
             raise WireError(f"{place}: {name}: expected {expected}, got {got}")
-    if not 0.0 < step.temperature < float("inf"):
-        raise WireError(f"{place}: temperature: expected more than 0 (sampled), got {step.temperature}")
+    if not TEMPERATURE_MIN <= step.temperature <= TEMPERATURE_MAX:
+        raise WireError(
+            f"{place}: temperature: expected {TEMPERATURE_MIN} to {TEMPERATURE_MAX} (sampled),"
+            f" got {step.temperature}"
+        )
+    if not 0 <= step.weights_version <= VERSION_MAX:
+        raise WireError(f"{place}: weights_version: expected 0 to {VERSION_MAX}, got {step.weights_version}")
 
 
 def _tokens(packed: bytes, model: ModelConfig, place: str) -> NDArray[np.int64]:
@@ -158,8 +163,10 @@ def _versions(step: RolloutStep, made: int, place: str) -> NDArray[np.int64]:
     version = np.full(made, NOT_GENERATED, np.int64)
     end = 0
     for span in step.spans:
-        if span.start != end or span.end < span.start or span.weights_version < 0:
-            raise WireError(f"{place}: spans: expected one from {end} of a version of 0 or more, got {span}")
+        if span.start != end or span.end < span.start or not 0 <= span.weights_version <= VERSION_MAX:
+            raise WireError(
+                f"{place}: spans: expected one from {end} of a version from 0 to {VERSION_MAX}, got {span}"
+            )
         end = span.end
         version[span.start : span.end] = span.weights_version
     if end != made:

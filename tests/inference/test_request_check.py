@@ -41,9 +41,10 @@ def test_budgets_end_with_the_context_and_the_slot() -> None:
         ({"stop_tokens": (99,)}, r"stop_tokens\[0\]"),
         ({"tokens_max": 0}, "tokens_max: expected 1 or more, got 0"),
         ({"tokens_max": -3}, "tokens_max: expected 1 or more, got -3"),
-        ({"temperature": -0.5}, "temperature: expected a number in 0..100, got -0.5"),
+        ({"temperature": -0.5}, "temperature: expected 0 or a number in 0.001..100, got -0.5"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e-40}, "temperature: expected 0 or a number"),
         ({"seed": 2**64}, "seed"),
     ],
 )

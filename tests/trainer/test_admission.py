@@ -165,6 +165,25 @@ def test_contradictory_counts_are_refused(changes: dict[str, object], message: s
     assert answer.read == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights_version": 2**64 - 1},
+        {"weights_version": -1},
+        {"spans": (Span(start=0, end=2, weights_version=2**64 - 1),)},
+        {"temperature": 1e-300},
+        {"temperature": 1e300},
+    ],
+)
+def test_numbers_that_no_step_can_calculate_with(changes: dict[str, object]) -> None:
+    """In both members, so that nothing but the number is wrong: one record must not stop the trainer."""
+    members = [rollout(0, 1.0), rollout(1, 0.0)]
+    changed = [
+        msgspec.structs.replace(m, steps=(msgspec.structs.replace(m.steps[0], **changes),)) for m in members
+    ]
+    assert _reason(experience("g", changed)) == "malformed"
+
+
 def test_members_of_one_group_share_their_prompt() -> None:
     """Another prompt, or another temperature, in a group is no group."""
     other = rollout(1, 0.0, prefix=(5, 6, 7, 9))

@@ -16,6 +16,13 @@ import msgspec
 
 Source = Literal["sim", "live"]
 
+GROUP_SIZE_MAX = 1 << 16
+"""Members of a group; the field's groups have 8 to 128."""
+VERSION_MAX = TIME_MS_MAX = 1 << 53
+"""Of weights, and broker times: what every reader can calculate with, JSON included."""
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 100.0
+"""Of sampling (0 is greedy): outside, scores divided by it are no longer finite in float32."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """Base of everything on a topic."""
