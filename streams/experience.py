@@ -26,11 +26,18 @@ import msgspec
 from headrace.errors import WireError
 from headrace.streams.group import Group, Kept
 from headrace.streams.processor import Event, Output, Result
-from headrace.wire.records import Experience, GroupFailed, Prompt, Record, Reward, RolloutStep
+from headrace.wire.records import (
+    GROUP_SIZE_MAX,
+    TIME_MS_MAX,
+    Experience,
+    GroupFailed,
+    Prompt,
+    Record,
+    Reward,
+    RolloutStep,
+)
 from headrace.wire.topics import EXPERIENCE, EXPERIENCE_STATE, PROMPTS, REWARDS, ROLLOUT_STEPS, Topic
 
-GROUP_SIZE_MAX = 1 << 16
-"""`missing` names members one by one; the field's groups have 8 to 128."""
 Closing = Literal["complete", "timeout", "failed"]
 
 
@@ -169,6 +176,10 @@ def check(record: Record, prompt: Prompt | None) -> None:
             "group_size",
             f"1 to {GROUP_SIZE_MAX}",
             record.group_size,
+        )
+        # The timer after it must still be a number that the state can hold.
+        _expect(
+            record.deadline_ms <= TIME_MS_MAX, "deadline_ms", f"at most {TIME_MS_MAX}", record.deadline_ms
         )
         _expect(bool(record.components), "components", "at least one", record.components)
         _expect(

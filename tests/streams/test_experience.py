@@ -154,6 +154,7 @@ def test_closed_groups_are_bounded() -> None:
     [
         (prompt("g", size=0), "group_size: expected 1 to 65536, got 0"),
         (prompt("g", size=1 << 30), "group_size"),
+        (prompt("g", deadline_ms=2**64 - 1), "deadline_ms: expected at most"),
         (prompt("g", components={}), "components: expected at least one"),
         (prompt("g", components={"tests": float("nan")}), "components: expected finite weights"),
         (step("g", -1, 0), "member: expected 0 to"),
