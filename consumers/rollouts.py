@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from headrace import log
-from headrace.bus.dead_letters import decode_or_dead_letter
+from headrace.bus.dead_letters import dead_letter, decode_or_dead_letter
 from headrace.bus.protocol import Bus, Delivery, GroupMember, Message, TopicPartition
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
@@ -36,10 +36,11 @@ from headrace.errors import (
     InferenceUnavailable,
     OffsetGone,
     Overloaded,
+    WireError,
 )
 from headrace.rpc.generation import Generator
 from headrace.wire.codec import encode
-from headrace.wire.records import GroupFailed, Prompt, Reward, RolloutStep
+from headrace.wire.records import GROUP_SIZE_MAX, GroupFailed, Prompt, Reward, RolloutStep
 from headrace.wire.topics import PROMPTS, REWARDS, ROLLOUT_STEPS, Topic
 
 _logger = logging.getLogger(__name__)
@@ -220,6 +221,9 @@ class Worker:
             self._run.region,
         ):
             self.counts["foreign"] += 1
+        elif not 1 <= prompt.group_size <= GROUP_SIZE_MAX:
+            error = WireError(f"group_size: expected 1 to {GROUP_SIZE_MAX}, got {prompt.group_size}")
+            await self._send([dead_letter(delivery, error, by=self._name, now_ms=now_ms)])
         elif prompt.deadline_ms <= now_ms:
             self.counts["expired"] += 1
         else:

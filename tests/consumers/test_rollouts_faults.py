@@ -31,7 +31,7 @@ from headrace.consumers import durable, rollouts
 from headrace.consumers.rollouts import Worker
 from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
 from headrace.rpc.generation import Generation
-from headrace.wire.records import DeadLetter
+from headrace.wire.records import GROUP_SIZE_MAX, DeadLetter
 from headrace.wire.topics import DEAD_LETTERS, PROMPTS, ROLLOUT_STEPS
 
 
@@ -191,6 +191,23 @@ def test_poison() -> None:
             (letter,) = await on_log(bus, DEAD_LETTERS.name)
             assert isinstance(letter, DeadLetter)
             assert (letter.topic, letter.partition, letter.value) == ("prompts", 1, b"\xc1 no record")
+
+    asyncio.run(case())
+
+
+def test_a_group_of_no_size_is_no_prompt() -> None:
+    """Sizes that nobody can play go to the dead letters; the worker and the next group go on."""
+
+    async def case() -> None:
+        async with a_bus() as bus:
+            sizes = (0, -1, GROUP_SIZE_MAX + 1)
+            await issue(bus, *(prompt(i, group_size=size) for i, size in enumerate(sizes)), prompt(3))
+            async with working(bus):
+                await until(lambda: all_committed(bus))
+            assert list(await whole_groups(bus)) == ["r-0000003"]
+            letters = await on_log(bus, DEAD_LETTERS.name)
+            assert len(letters) == 3
+            assert all(isinstance(letter, DeadLetter) and "group_size" in letter.reason for letter in letters)
 
     asyncio.run(case())
 
