@@ -89,7 +89,10 @@ async def _list(bus: Bus, as_json: bool) -> int:
     # As wide as it is: a row stays one line for `grep`, and numbers stay whole on a narrow terminal.
     console = Console()
     wanted = console.measure(drawn, options=console.options.update(width=WIDTH_MAX)).maximum
-    Console(width=max(console.width, wanted)).print(drawn)
+    console = Console(width=max(console.width, wanted))
+    with console.capture() as captured:
+        console.print(drawn)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
 
 
