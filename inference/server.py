@@ -29,7 +29,7 @@ from headrace.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServ
 from headrace.rpc.messages import MESSAGE_BYTES_MAX, event_message, request_of
 
 SERVICE: Final = "headrace.inference.v1.Inference"
-REQUEST_S_MAX: Final = 600.0  # for a caller that sets no deadline
+REQUEST_S_MAX: Final = 600.0  # whatever deadline the caller sets, or none
 OPTIONS: Final = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -121,7 +121,7 @@ class _Service(InferenceServicer):
         left_s = context.time_remaining()
         try:
             stream = self._replica.stream(
-                request_of(request), timeout_s=REQUEST_S_MAX if left_s is None else left_s
+                request_of(request), timeout_s=REQUEST_S_MAX if left_s is None else min(left_s, REQUEST_S_MAX)
             )
             # A cancelled call, or one past its deadline, is cancelled here: closing the stream frees its
             # slots.

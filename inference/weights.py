@@ -4,12 +4,18 @@ the serving copy.
 Not here: the swap (`inference.engine`), fetching (`consumers.weights`).
 """
 
+import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from headrace.errors import PolicyError
 from headrace.policy import checkpoint
-from headrace.policy.model import ModelConfig, Weights, check_shapes
+from headrace.policy.model import ModelConfig, Weights, check_shapes, shapes
+
+HEAD_BYTES_MAX: Final = 1 << 20
+"""Of a staged file, besides four bytes an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +30,24 @@ class ServedWeights:
 def read(path: Path, *, version: int, root: str, config: ModelConfig) -> ServedWeights:
     """The weights in the safetensors file at `path`. Raises PolicyError when it is missing, damaged, of
     another model, or does not have `root`."""
+    _check_file(path, HEAD_BYTES_MAX + 4 * sum(map(math.prod, shapes(config).values())))
     stored = checkpoint.load(path)
     check_shapes(config, stored)
     found = checkpoint.weights_root(stored)
     if found != root:
         raise PolicyError(f"{path}: weights {version}: expected root {root}, got {found}")
     return ServedWeights(version=version, root=root, tensors=stored)
+
+
+def _check_file(path: Path, bytes_max: int) -> None:
+    """Whoever calls may name any path: reading a pipe would never end and block every later load, a device or
+    a huge file would take all memory."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise PolicyError(f"{path}: expected weights: {error}") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size > bytes_max:
+        raise PolicyError(
+            f"{path}: expected a regular file of at most {bytes_max} bytes,"
+            f" got mode {stat.filemode(found.st_mode)} and {found.st_size} bytes"
+        )

@@ -42,6 +42,13 @@ def truncated(path: Path) -> Path:
     return cut
 
 
+def sparse(folder: Path, size: int) -> Path:
+    path = folder / "sparse.safetensors"
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
 @asynccontextmanager
 async def running(
     monkeypatch: pytest.MonkeyPatch,
@@ -144,8 +151,8 @@ def test_health_follows_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_wrong_weights_are_refused_and_the_old_serve_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another root, a cut file, no file, another model: each refused by name, version 0 serves on, same
-    tokens."""
+    """Another root, a cut file, no file, no regular or too large a file, another model: each refused by name,
+    version 0 serves on, same tokens."""
 
     async def scenario() -> None:
         async with running(monkeypatch) as (client, _, _):
@@ -158,6 +165,9 @@ def test_wrong_weights_are_refused_and_the_old_serve_on(
                 ({"root": "0" * 64}, "expected root 0000"),
                 ({"path": str(cut)}, "expected safetensors"),
                 ({"path": str(tmp_path / "absent")}, "expected weights"),
+                ({"path": "/dev/null"}, "expected a regular file"),
+                ({"path": str(sparse(tmp_path, 64 << 20))}, "expected a regular file of at most"),
+                ({"path": "a\0b"}, "expected weights"),
                 ({"path": str(other), "root": other_root}, "expected shape"),
             ):
                 refused = await client.load_weights(**(good | change))
