@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.wire.codec import encode_plain
 from headrace.wire.records import GroupFailed, Prompt, Record, Reward, Rollout, RolloutStep, Source
 
 
@@ -49,7 +50,14 @@ class Kept(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """About what it holds in memory: the arrays and texts, and a rough price for the rest."""
+        """About what it holds in memory: the arrays and texts, and a rough price for the rest; never less
+        than its own size, whichever of its fields is long."""
+        record = self.step or self.reward or self.prompt or self.failed
+        assert record is not None
+        return max(self._price, len(encode_plain(record)))
+
+    @property
+    def _price(self) -> int:
         if self.step is not None:
             step = self.step
             arrays = len(step.tokens_in) + len(step.tokens_out) + len(step.logp) + len(step.loss_mask)

@@ -13,7 +13,7 @@ from headrace.errors import WireError
 from headrace.streams.experience import ExperienceConfig, ExperienceJoin
 from headrace.streams.fold import Fold
 from headrace.streams.processor import Event
-from headrace.wire.records import Experience, Record
+from headrace.wire.records import Experience, Record, Span
 
 CONFIG = ExperienceConfig(closed_memory_ms=10_000, orphan_ms=5_000)
 
@@ -123,6 +123,22 @@ def test_group_over_its_bytes() -> None:
     assert [(e.closed, e.rollouts, e.missing) for e in out] == [("failed", (), (0, 1))]
     assert "at most 10000 bytes" in out[0].reason
     assert fold.counts["late"] == 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        msgspec.structs.replace(prompt("g"), task_id="x" * 20_000),
+        msgspec.structs.replace(step("g", 0, 0), spans=(Span(start=0, end=0, weights_version=0),) * 1000),
+        step("g", 0, 0, worker="x" * 20_000),
+        msgspec.structs.replace(failed("g"), reason="x" * 20_000),
+    ],
+)
+def test_every_field_counts_against_the_bound(record: Record) -> None:
+    """20 kB in any field of a record pass a bound of 10 kB: the group goes out at once."""
+    fold = Fold(ExperienceJoin(ExperienceConfig(group_bytes_max=10_000)))
+    [out] = feed(fold, [record])
+    assert out.closed == "failed" and "at most 10000 bytes" in out.reason
 
 
 def test_partition_over_its_groups_and_bytes() -> None:
