@@ -84,4 +84,8 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    return repr(text) if not text or any(c.isspace() or c in "\"'=" for c in text) else text
+    return (
+        repr(text)
+        if not text or any(c.isspace() or c in "\"'=" or not c.isprintable() for c in text)
+        else text
+    )

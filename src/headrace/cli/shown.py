@@ -63,6 +63,7 @@ def line(delivery: Delivery, *, colour: bool, full: bool = False) -> str:
         body = _fields(content, colour)
     except WireError as error:
         kind, body = "UNDECODABLE", f"{str(error).partition(': ')[2]} ({len(delivery.value or b'')} bytes)"
+    key, kind = _inert(key), _inert(kind)
     head = f"{delivery.place} {clock(delivery.timestamp_ms)}"
     if not colour:
         return f"{head} {key} {kind} {body}"
@@ -114,10 +115,15 @@ def _fields(content: Any, colour: bool) -> str:
         return str(content)
     key, end = (_DIM, _RESET) if colour else ("", "")
     return " ".join(
-        f"{key}{name}={end}{item if not isinstance(item, str) or ' ' not in item else repr(item)}"
+        f"{key}{name}={end}{_inert(item) if isinstance(item, str) else item}"
         for name, item in content.items()
         if item not in ("", None, [], {})
     )
+
+
+def _inert(text: str) -> str:
+    """Quoted where it holds a space, or anything that a terminal would obey."""
+    return text if text.isprintable() and " " not in text else repr(text)
 
 
 def shortened(text: str, most: int) -> str:
