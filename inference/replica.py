@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from headrace.errors import InferenceUnavailable, PolicyError
+from headrace.errors import InferenceUnavailable, Overloaded, PolicyError
 from headrace.inference.config import InferenceConfig
 from headrace.inference.engine import Engine
 from headrace.inference.weights import ServedWeights, read
@@ -35,6 +35,9 @@ class Replica:
         self._loading = asyncio.Lock()
         self._installed = asyncio.Event()
         """Set, and replaced, when other weights are served."""
+        self._early = 0
+        """Sequences that wait for newer weights."""
+        self._early_max = config.queue_max
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failed: asyncio.Future[None] | None = None
         """Holds the exception of the engine's thread, once it died of one."""
@@ -117,43 +120,49 @@ class Replica:
             return Loaded(serving=True, version=version, root=root, pause_ms=pause_ms, detail="")
 
     async def _serves(self, request: Generation, deadline: float) -> None:
-        """Waits for weights new enough for `request`; it takes no slot meanwhile."""
-        while (now := self._engine.status()).version < request.version_min:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._installed.wait()
-            except TimeoutError as error:
-                raise InferenceUnavailable(
-                    f"{self._name}: request {request.group_id}: expected weights {request.version_min} or"
-                    f" newer, got {now.version} at the deadline"
-                ) from error
+        """Waits for weights new enough for `request`; it takes no slot and no place in a lane meanwhile."""
+        place = f"{self._name}: request {request.group_id}"
+        if self._engine.status().version >= request.version_min:
+            return
+        if self._early + len(request.sequences) > self._early_max:
+            raise Overloaded(
+                f"{place}: expected room for {len(request.sequences)} that wait for newer weights, got "
+                f"{self._early} of {self._early_max} waiting"
+            )
+        self._early += len(request.sequences)
+        try:
+            while (version := self._engine.status().version) < request.version_min:
+                installed = asyncio.ensure_future(self._installed.wait())
+                expected = f"weights {request.version_min} or newer, got {version}"
+                await self._first(installed, deadline, f"{place}: expected {expected}")
+        finally:
+            self._early -= len(request.sequences)
 
     async def _next(
         self, arrived: asyncio.Queue[list[Progress]], deadline: float, request: Generation
     ) -> list[Progress]:
         """All that has come, at least one entry."""
-        assert self.failed is not None, "expected a started replica"
-        loop = asyncio.get_running_loop()
         getting = asyncio.ensure_future(arrived.get())
-        either: set[asyncio.Future[Any]] = {getting, self.failed}
-        try:
-            await asyncio.wait(
-                either,
-                timeout=max(0.0, deadline - loop.time()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            came = getting.done() or not getting.cancel()
-        if not came:
-            cause = self.failed.exception() if self.failed.done() else None
-            reason = f"the engine died: {cause}" if cause else "the deadline passed"
-            raise InferenceUnavailable(
-                f"{self._name}: request {request.group_id}: expected tokens, {reason}"
-            ) from cause
+        await self._first(getting, deadline, f"{self._name}: request {request.group_id}: expected tokens")
         pieces = getting.result()
         while not arrived.empty():
             pieces += arrived.get_nowait()
         return _merged(pieces)
+
+    async def _first(self, wanted: asyncio.Future[Any], deadline: float, place: str) -> None:
+        """Returns once `wanted` is done. Raises InferenceUnavailable with `place` and why, when the engine
+        dies or the deadline passes before."""
+        assert self.failed is not None, "expected a started replica"
+        either: set[asyncio.Future[Any]] = {wanted, self.failed}
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            came = wanted.done() or not wanted.cancel()
+        if not came:
+            cause = self.failed.exception() if self.failed.done() else None
+            reason = f"the engine died: {cause}" if cause else "the deadline passed"
+            raise InferenceUnavailable(f"{place}, {reason}") from cause
 
     def _work(self) -> None:
         try:

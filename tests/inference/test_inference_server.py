@@ -228,7 +228,7 @@ def test_a_request_waits_for_the_version_that_it_needs(
     says what is missing."""
 
     async def scenario() -> None:
-        async with running(monkeypatch) as (client, _, _):
+        async with running(monkeypatch, queue_max=1) as (client, _, _):
             request = generation(tokens_max=8, version_min=1)
             # the client and the replica share the deadline: either may be the one to say that it is over
             over = "expected weights 1 or newer, got 0|expected an answer within the deadline, got none"
@@ -237,6 +237,8 @@ def test_a_request_waits_for_the_version_that_it_needs(
             waiting = asyncio.ensure_future(client.generate(request, timeout_s=WAIT_S))
             await client.generate(generation(tokens_max=8), timeout_s=WAIT_S)
             assert not waiting.done() and await idle(client)
+            with pytest.raises(Overloaded, match="1 of 1 waiting"):
+                await client.generate(request, timeout_s=0.2)
             assert (await client.load_weights(**staged(tmp_path, version=1, seed=2))).serving
             done = (await waiting)[0]
             assert [span.weights_version for span in done.spans] == [1]
