@@ -30,7 +30,7 @@ _JVM = (
     *("-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"),
     *("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"),
 )
-_POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
+_POM = """<project>
 <modelVersion>4.0.0</modelVersion><groupId>headrace</groupId><artifactId>broker</artifactId><version>1</version>
 <dependencies><dependency>
 <groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{version}</version>
