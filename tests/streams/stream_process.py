@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from headrace.bus import open_bus
-from headrace.bus.protocol import Bus
+from headrace.bus.protocol import Bus, Transactor
 from headrace.errors import HeadraceError
 from headrace.store.blobs import Blobs
 from headrace.streams.hosts.bus import HostConfig
@@ -35,18 +35,31 @@ class HangingBus(Delegate):
     def __init__(self, bus: Bus, commit: int) -> None:
         super().__init__(bus)
         self._left = commit
+        # One commit at a time: a process stopped while another of its partitions is inside a transaction of the
+        # embedded log would keep the file locked for everybody, which is not what is tested.
+        self._one = asyncio.Lock()
 
     @asynccontextmanager
-    async def transactor(self, transactional_id: str) -> AsyncIterator["HangingBus"]:
-        async with self._bus.transactor(transactional_id) as self._transactor:
-            yield self
+    async def transactor(self, transactional_id: str) -> AsyncIterator["HangingTransactor"]:
+        async with self._bus.transactor(transactional_id) as transactor:
+            yield HangingTransactor(self, transactor)
+
+    async def commit(self, transactor: Transactor, messages: Any, **kwargs: Any) -> list[int]:
+        async with self._one:
+            self._left -= 1
+            if self._left == 0:
+                print("hanging", flush=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return await transactor.commit(messages, **kwargs)
+
+
+class HangingTransactor:
+    def __init__(self, bus: HangingBus, transactor: Transactor) -> None:
+        self._bus = bus
+        self._transactor = transactor
 
     async def commit(self, messages: Any, **kwargs: Any) -> list[int]:
-        self._left -= 1
-        if self._left == 0:
-            print("hanging", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return await self._transactor.commit(messages, **kwargs)
+        return await self._bus.commit(self._transactor, messages, **kwargs)
 
 
 async def main(address: str, blobs: str, commit: int | None) -> None:
