@@ -35,8 +35,8 @@ class HangingBus(Delegate):
     def __init__(self, bus: Bus, commit: int) -> None:
         super().__init__(bus)
         self._left = commit
-        # One commit at a time: a process stopped while another of its partitions is inside a transaction of the
-        # embedded log would keep the file locked for everybody, which is not what is tested.
+        # One commit at a time: a process stopped while another of its partitions is inside a transaction of
+        # the embedded log would keep the file locked for everybody, which is not what is tested.
         self._one = asyncio.Lock()
 
     @asynccontextmanager
