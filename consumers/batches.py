@@ -19,7 +19,8 @@ from headrace.store.blobs import Blobs
 from headrace.store.claims import check_out
 from headrace.trainer.admission import Entry
 from headrace.wire.codec import decode
-from headrace.wire.records import Consumed, Experience, TrainStep
+from headrace.wire.packed import TOKEN_BYTES
+from headrace.wire.records import Consumed, Experience, Rollout, TrainStep
 
 _logger = logging.getLogger(__name__)
 
@@ -125,14 +126,19 @@ async def entry_of(delivery: Delivery, blobs: Blobs) -> Entry:
     try:
         record = decode(delivery.topic, delivery.value or b"", delivery.headers)
         assert isinstance(record, Experience), "the only type of this topic"
+        experience = await check_out(record, blobs)
         return Entry(
             Consumed(
                 topic=delivery.topic,
                 partition=delivery.partition,
                 offset=delivery.offset,
                 group_id=record.group_id,
+                source=record.source,
+                env=record.env,
+                region=record.region,
+                tokens=max(map(tokens_generated, experience.rollouts), default=0),
             ),
-            await check_out(record, blobs),
+            experience,
         )
     except StoreUnavailable:
         raise
@@ -140,6 +146,11 @@ async def entry_of(delivery: Delivery, blobs: Blobs) -> Entry:
         return Entry(consumed, WireError(f"claim: {error}"))
     except WireError as error:
         return Entry(consumed, error)
+
+
+def tokens_generated(rollout: Rollout) -> int:
+    """By the model, over all turns."""
+    return sum(len(step.tokens_out) for step in rollout.steps) // TOKEN_BYTES
 
 
 async def entries_of(bus: Bus, blobs: Blobs, step: TrainStep) -> list[Entry]:

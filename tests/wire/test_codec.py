@@ -30,6 +30,16 @@ def test_golden_vectors_hold_the_format_still() -> None:
         assert codec.decode_as(type(record), bytes.fromhex(golden[name])) == record
 
 
+def test_records_of_an_older_writer_are_read() -> None:
+    """Bytes from before a field existed decode, with the field's default."""
+    older = json.loads(GOLDEN.with_name("golden_older.json").read_text())
+    step = codec.decode_as(r.TrainStep, bytes.fromhex(older["TrainStep"]))
+    assert (step.consumed[0].env, step.consumed[0].tokens, step.checkpoints_pruned) == ("", 0, ())
+    assert step.checkpoint is not None
+    assert (step.checkpoint.step, step.checkpoint.bytes) == (None, 0)
+    assert codec.decode_as(r.Experience, bytes.fromhex(older["Experience"])).user == ""
+
+
 def test_every_record_on_a_topic_has_an_example() -> None:
     """A record without a golden vector could change unseen."""
     assert set(TOPIC_OF) == set(EXAMPLES)

@@ -7,6 +7,8 @@ import sys
 from array import array
 from collections.abc import Iterable
 
+TOKEN_BYTES = 4
+"""Of a packed token id."""
 _SWAP = sys.byteorder == "big"
 
 
