@@ -1,6 +1,6 @@
 """Named places between two effects where a process can be told to die, so that a test hits that very place.
 
-Nothing happens unless `HEADRACE_FAILPOINT` names the place. Not a fault model: random kills come from outside.
+Nothing happens unless `HEADRACE_FAILPOINT` names one. Not a fault model: random kills come from outside.
 """
 
 import os

@@ -233,7 +233,7 @@ class Drop(Part, frozen=True, kw_only=True):
 
 
 class Checkpoint(Part, frozen=True, kw_only=True):
-    """The trainer's state after `step` in the blob store; durable when the record that names it is written."""
+    """The state after `step`, in the blob store; durable when the record that names it is written."""
 
     uri: str
     sha256: str
