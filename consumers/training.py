@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from headrace import log
@@ -102,7 +103,8 @@ class _Trainer:
         self._executor = executor
         self._clock = clock
         self._name = f"trainer-{run.name}"
-        self._settings = StepSettings(run=run, trainer=config)
+        # What a run began with is no setting of a step, and a path none of a ledger.
+        self._settings = StepSettings(run=run, trainer=msgspec.structs.replace(config, start_from=""))
         self._held: list[State] = []
         self._checkpoints: list[Checkpoint] = []
         self._away_since_s: float | None = None
@@ -173,12 +175,20 @@ class _Trainer:
             now=self._provenance,
             compute=self._compute,
             cancelled=self._stop.is_set,
+            start_from=self._config.start_from,
         )
 
     async def _publish_seed(self, transactor: Transactor, state: State) -> None:
+        """Announces version 0; with the whole state when it came from a file, for the log must be enough."""
         packed = await self._compute(lambda: publishing.pack(state, None, full_every=1))
         now_ms = self._clock.now_ms()
         announced = await publishing.store(self._blobs, packed, run_name=self._run.name, now_ms=now_ms)
+        if self._config.start_from:
+            blob = await self._blobs.put(
+                await self._compute(lambda: checkpoint.encode(state, self._run.name))
+            )
+            start = Checkpoint(uri=blob.uri, sha256=blob.sha256, step=0, bytes=blob.bytes)
+            announced = msgspec.structs.replace(announced, checkpoint=start)
         message = self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/0")
         await transactor.commit([message], group=self._name, positions=positions_of(state.positions))
 

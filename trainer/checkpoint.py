@@ -49,8 +49,9 @@ def encode(state: State, run: str) -> bytes:
     return bytes(save(tensors, metadata={"headrace": msgspec.json.encode(head).decode()}))
 
 
-def decode(data: bytes, run: str, place: str) -> State:
-    """The state in `data`. Raises StoreError, beginning with `place`, if it is none of this run."""
+def decode(data: bytes, run: str | None, place: str) -> State:
+    """The state in `data`. Raises StoreError, beginning with `place`, if it is none of this run (of any run
+    if None)."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -59,9 +60,9 @@ def decode(data: bytes, run: str, place: str) -> State:
         head = msgspec.json.decode(_metadata(data)["headrace"], type=_Head)
     except (SafetensorError, msgspec.MsgspecError, ValueError, KeyError) as error:
         raise StoreError(f"{place}: expected a checkpoint, got {len(data)} bytes: {error!r}") from error
-    if (head.format, head.run) != (FORMAT, run):
+    if (head.format, head.run) != (FORMAT, run or head.run):
         raise StoreError(
-            f"{place}: expected a checkpoint of run {run!r} in format {FORMAT},"
+            f"{place}: expected a checkpoint of run {run or head.run!r} in format {FORMAT},"
             f" got run {head.run!r} in format {head.format}"
         )
     parts: dict[str, Weights] = {part: {} for part in _PARTS}

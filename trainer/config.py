@@ -31,6 +31,9 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    start_from: str = ""
+    """File of a checkpoint that a new run begins with, instead of the seed. Read once: the run's log keeps
+    the state, and a run that has begun goes on without the file."""
     lr: float = 4e-4
     beta1: float = 0.9
     beta2: float = 0.95

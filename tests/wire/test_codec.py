@@ -38,6 +38,7 @@ def test_records_of_an_older_writer_are_read() -> None:
     assert step.checkpoint is not None
     assert (step.checkpoint.step, step.checkpoint.bytes) == (None, 0)
     assert codec.decode_as(r.Experience, bytes.fromhex(older["Experience"])).user == ""
+    assert codec.decode_as(r.WeightsPublished, bytes.fromhex(older["WeightsPublished"])).checkpoint is None
 
 
 def test_every_record_on_a_topic_has_an_example() -> None:

@@ -154,6 +154,7 @@ EXAMPLES: dict[str, r.Record] = {
                     base_root="01" * 32,
                 ),
             ),
+            checkpoint=r.Checkpoint(uri="blobs/06", sha256="06" * 32, step=0, bytes=1 << 20),
             published_ms=1_767_225_602_000,
         ),
         r.WeightsPromoted(run="demo", version=5, share=0.1, evidence="e-value 23"),

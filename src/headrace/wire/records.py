@@ -294,6 +294,8 @@ class WeightsPublished(Record, frozen=True, kw_only=True):
     manifest_uri: str
     manifest_sha256: str
     encodings: tuple[Encoding, ...]
+    checkpoint: Checkpoint | None = None
+    """The trainer's whole state at this version: with version 0 of a run that began from a checkpoint."""
     published_ms: int
 
 
