@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.errors import (
@@ -25,6 +25,7 @@ from aiokafka.errors import (
     RebalanceInProgressError,
 )
 
+from headrace import failpoints
 from headrace.bus.kafka.connection import Connection
 from headrace.bus.protocol import Delivery, Positions, TopicPartition
 from headrace.errors import BusUnavailable, OffsetGone
@@ -161,7 +162,6 @@ async def membership(
 ) -> AsyncIterator[KafkaMember]:
     """A joined member. Range assignment: whoever has `rollout.steps[2]` has `rewards[2]` too."""
     member = AIOKafkaConsumer(
-        *topics,
         group_id=group,
         group_instance_id=member_id,
         partition_assignment_strategy=(RangePartitionAssignor,),
@@ -175,9 +175,23 @@ async def membership(
         fetch_max_bytes=FETCH_BYTES_MAX,
         **connection.settings,
     )
+    member.subscribe(topics, listener=_InRebalance(group))
     # A killed member's ghost holds a joining one up for a session.
     async with running(connection, member, wait_s=connection.session_ms / 1000) as consumer:
         yield KafkaMember(connection, consumer, group)
+
+
+class _InRebalance(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Between giving partitions back and joining again."""
+
+    def __init__(self, group: str) -> None:
+        self._place = f"bus.rebalance/{group}"
+
+    def on_partitions_revoked(self, revoked: object) -> None:
+        failpoints.reach(self._place)
+
+    def on_partitions_assigned(self, assigned: object) -> None:
+        return
 
 
 @contextlib.asynccontextmanager

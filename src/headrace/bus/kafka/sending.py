@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import IllegalOperation, KafkaError
 
+from headrace import failpoints
 from headrace.bus.kafka.connection import Connection
 from headrace.bus.protocol import Message, Positions, TopicPartition, check_size, partition_for
 from headrace.errors import BusError, BusUnavailable
@@ -128,6 +129,7 @@ class KafkaTransactor:
             with contextlib.suppress(KafkaError, IllegalOperation, AssertionError, TimeoutError):
                 await asyncio.wait_for(self._producer.abort_transaction(), STOP_S)
             raise
+        failpoints.reach(f"bus.in_transaction/{self._id}")
         await self._producer.commit_transaction()
         return offsets
 

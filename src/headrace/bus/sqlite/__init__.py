@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Self
 
+from headrace import failpoints
 from headrace.bus.protocol import (
     Delivery,
     Difference,
@@ -113,6 +114,7 @@ class SqliteBus:
             offsets = log.append(db, messages, self._clock.now_ms(), control=True)
             if group is not None:
                 groups.commit(db, group, positions or {})
+            failpoints.reach(f"bus.in_transaction/{transactional_id}")
             return offsets
 
         return await self._file.write(work)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace import failpoints
 from headrace.bus.protocol import Delivery, Positions, TopicPartition
 from headrace.bus.sqlite import groups, log
 from headrace.bus.sqlite.file import LogFile
@@ -119,6 +120,7 @@ class SqliteMember:
         """Goes on where we were in partitions that stayed ours, and from the committed position in those that
         came.
         """
+        failpoints.reach(f"bus.rebalance/{self._me.group}")
         kept = {tp for tp in self._positions if found.since.get(tp) == self._owned.since[tp]}
         self._positions = {
             tp: self._positions[tp] if tp in kept else start for tp, start in found.start.items()
