@@ -27,6 +27,9 @@ from headrace.errors import ConfigError, ProcessDied
 TAIL_LINES = 15
 TAIL_BYTES = 8192
 KILL_WAIT_S = 5.0
+RESTART_S = 0.2
+"""Pause before the first restart; it doubles."""
+RESTART_S_MAX = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +56,19 @@ class Child:
 class Crew:
     """`async with Crew(run_dir) as crew`: on leaving, every child is stopped."""
 
-    def __init__(self, run_dir: Path, *, stop_s: float = 20.0, restarts_max: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        stop_s: float = 20.0,
+        restarts_max: int = 0,
+        restart_s_max: float = RESTART_S_MAX,
+    ) -> None:
         self.run_dir = run_dir
         self.children: dict[str, Child] = {}
         self._stop_s = stop_s
         self._restarts_max = restarts_max
+        self._restart_s_max = restart_s_max
         self._died: asyncio.Future[ProcessDied] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -164,7 +175,7 @@ class Crew:
                 ended=how(code),
                 restart=child.restarts,
             )
-            await asyncio.sleep(min(0.2 * 2**child.restarts, 5.0))
+            await asyncio.sleep(min(RESTART_S * 2 ** min(child.restarts - 1, 10), self._restart_s_max))
             if child.stopping:
                 break
             child.process = await self._spawn(child.name, child.words)
