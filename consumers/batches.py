@@ -9,12 +9,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from dataclasses import dataclass, field
 
 from headrace import log
 from headrace.bus.protocol import Bus, Delivery, Reader, TopicPartition
-from headrace.errors import StoreError, StoreUnavailable, WireError
+from headrace.errors import OffsetGone, StoreError, StoreUnavailable, WireError
 from headrace.store.blobs import Blobs
 from headrace.store.claims import check_out
 from headrace.trainer.admission import Entry
@@ -154,9 +154,9 @@ def tokens_generated(rollout: Rollout) -> int:
 
 
 async def entries_of(bus: Bus, blobs: Blobs, step: TrainStep) -> list[Entry]:
-    """The records of a step in the ledger, in its order, as they were judged then. Raises OffsetGone, or
-    StoreError when one can't be had any more."""
-    deliveries = await _fetch(bus, step.consumed)
+    """The records of a step in the ledger, in its order, as they were judged then. Raises StoreError that
+    names every record which is gone, or the first that is another than the ledger says."""
+    deliveries = await _fetch(bus, step)
     entries = []
     malformed = {drop.group_id for drop in step.drops if drop.reason == "malformed"}
     for consumed in step.consumed:
@@ -167,28 +167,58 @@ async def entries_of(bus: Bus, blobs: Blobs, step: TrainStep) -> list[Entry]:
                 f"{delivery.place}: expected the experience that step {step.step} trained on:"
                 f" {entry.experience}"
             )
+        if entry.consumed.group_id != consumed.group_id:
+            raise StoreError(
+                f"{delivery.place}: expected group {consumed.group_id!r}, as step {step.step} read it, found"
+                f" {entry.consumed.group_id!r}: the topic was made anew, or its records were exchanged"
+            )
         entries.append(entry)
     return entries
 
 
-async def _fetch(bus: Bus, wanted: Sequence[Consumed]) -> dict[Consumed, Delivery]:
-    """Raises StoreError for a record that the log no longer has."""
-    ranges: dict[TopicPartition, list[int]] = {}
-    for item in wanted:
-        ranges.setdefault(TopicPartition(item.topic, item.partition), []).append(item.offset)
+async def _fetch(bus: Bus, step: TrainStep) -> dict[Consumed, Delivery]:
+    """Raises StoreError that names the records which the log no longer has."""
+    ranges: dict[TopicPartition, set[int]] = {}
+    for item in step.consumed:
+        ranges.setdefault(TopicPartition(item.topic, item.partition), set()).add(item.offset)
     found: dict[tuple[TopicPartition, int], Delivery] = {}
     for tp, offsets in ranges.items():
-        needed = set(offsets)
-        async for delivery in bus.read_range(tp, min(needed), max(needed) + 1):
-            if delivery.offset in needed:
+        async for delivery in _kept(bus, tp, min(offsets), max(offsets) + 1):
+            if delivery.offset in offsets:
                 found[tp, delivery.offset] = delivery
-    missing = [w for w in wanted if (TopicPartition(w.topic, w.partition), w.offset) not in found]
-    if missing:
-        first = missing[0]
+    gone = {tp: sorted(o for o in offsets if (tp, o) not in found) for tp, offsets in ranges.items()}
+    count = sum(map(len, gone.values()))
+    if count:
+        places = ", ".join(f"{tp}@{offsets_text(offsets)}" for tp, offsets in gone.items() if offsets)
         raise StoreError(
-            f"{first.topic}[{first.partition}]@{first.offset}: expected {first.group_id!r}, found no record"
+            f"{places}: expected {len(step.consumed)} records of step {step.step}, {count} of them have left"
+            " the log"
         )
-    return {w: found[TopicPartition(w.topic, w.partition), w.offset] for w in wanted}
+    return {w: found[TopicPartition(w.topic, w.partition), w.offset] for w in step.consumed}
+
+
+async def _kept(bus: Bus, tp: TopicPartition, start: int, end: int) -> AsyncIterator[Delivery]:
+    """What the log still has of a range."""
+    try:
+        async for delivery in bus.read_range(tp, start, end):
+            yield delivery
+    except OffsetGone:
+        begin, stop = (await bus.begins([tp.topic]))[tp], (await bus.ends([tp.topic]))[tp]
+        if begin <= start:
+            return  # the whole range lies beyond the end
+        async for delivery in bus.read_range(tp, begin, min(end, stop)):
+            yield delivery
+
+
+def offsets_text(offsets: Sequence[int]) -> str:
+    """`3..7,9` of sorted offsets."""
+    runs: list[list[int]] = []
+    for offset in offsets:
+        if runs and offset == runs[-1][1] + 1:
+            runs[-1][1] = offset
+        else:
+            runs.append([offset, offset])
+    return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
 def positions_of(positions: dict[str, int]) -> dict[TopicPartition, int]:

@@ -33,8 +33,9 @@ async def recover(
     now: Provenance,
     compute: Compute,
     cancelled: Callable[[], bool],
+    start_from: str = "",
 ) -> State:
-    """The state at the head of `ledger`.
+    """The state at the head of `ledger`; of a run without any step, what it begins with.
 
     `held`: states in memory, if this process was already training when it lost the log; raises Fenced when
     the ledger went on without them, for then another trainer did. Raises TrainingError when a step computed
@@ -43,7 +44,7 @@ async def recover(
     state = _held(ledger, held)
     if state is not None:
         return state
-    source = Source(bus, blobs, ledger, run_name, group, seed, compute)
+    source = Source(bus, blobs, ledger, run_name, group, seed, compute, start_from)
     state = await newest_state(source, ledger.version)
     async for done in replay(source, state, ledger.version, cancelled=cancelled):
         check_root(source, done, now)

@@ -116,7 +116,7 @@ def test_a_step_that_is_not_the_same_again_stops_the_trainer(
                 trainer = msgspec.structs.replace(settings.trainer, lr=0.5)
                 return real(*args, settings=msgspec.structs.replace(settings, trainer=trainer), **kwargs)
 
-            monkeypatch.setattr("headrace.consumers.recovery.run_step", other)
+            monkeypatch.setattr("headrace.consumers.replay.run_step", other)
             with pytest.raises(TrainingError, match=r"step 1 computed again: expected root .*same code"):
                 await place.train(bus, place.until(4))
 
