@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from headrace import log
 from headrace.bus.protocol import Bus, Delivery, Reader, TopicPartition
 from headrace.errors import OffsetGone, StoreError, StoreUnavailable, WireError
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader, Blobs
 from headrace.store.claims import check_out
 from headrace.trainer.admission import Entry
 from headrace.wire.codec import decode
@@ -116,7 +116,7 @@ class Batches:
         return True
 
 
-async def entry_of(delivery: Delivery, blobs: Blobs) -> Entry:
+async def entry_of(delivery: Delivery, blobs: BlobReader) -> Entry:
     """What a delivery holds, its claim checked out; a WireError inside when it can't be known. Raises
     StoreUnavailable."""
     key = (delivery.key or b"").decode(errors="replace")
@@ -153,7 +153,7 @@ def tokens_generated(rollout: Rollout) -> int:
     return sum(len(step.tokens_out) for step in rollout.steps) // TOKEN_BYTES
 
 
-async def entries_of(bus: Bus, blobs: Blobs, step: TrainStep) -> list[Entry]:
+async def entries_of(bus: Bus, blobs: BlobReader, step: TrainStep) -> list[Entry]:
     """The records of a step in the ledger, in its order, as they were judged then. Raises StoreError that
     names every record which is gone, or the first that is another than the ledger says."""
     deliveries = await _fetch(bus, step)

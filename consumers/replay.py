@@ -23,7 +23,7 @@ from headrace.consumers.ledger import Ledger
 from headrace.consumers.start import first_state
 from headrace.errors import PolicyError, StoreError, StoreUnavailable, TrainingError
 from headrace.policy.model import ModelConfig, Weights, check_shapes
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader
 from headrace.trainer import checkpoint, provenance
 from headrace.trainer.admission import Entry
 from headrace.trainer.config import StepSettings
@@ -51,7 +51,7 @@ class Source:
     """Where a run's records are. The three reads at its end are what a subclass answers from elsewhere."""
 
     bus: Bus
-    blobs: Blobs
+    blobs: BlobReader
     ledger: Ledger
     run_name: str
     group: str

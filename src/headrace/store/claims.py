@@ -11,7 +11,7 @@ import msgspec
 import zstandard
 
 from headrace.errors import RecordTooLarge, StoreError
-from headrace.store.blobs import Blobs
+from headrace.store.blobs import BlobReader, Blobs
 from headrace.wire.codec import Headers, encode, encode_plain
 from headrace.wire.records import Claim, Experience, Record
 from headrace.wire.topics import CLAIM_BYTES
@@ -49,7 +49,7 @@ async def check_in(
     return encode(light, source=source, now_ms=now_ms, event_id=event_id, parent=parent)
 
 
-async def check_out(experience: Experience, blobs: Blobs) -> Experience:
+async def check_out(experience: Experience, blobs: BlobReader) -> Experience:
     """`experience` with its rollouts, fetched if it carries a claim; `claim` is None in what returns.
 
     Raises StoreError (missing, of another hash, not the experience it should be) and StoreUnavailable.
