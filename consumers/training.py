@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from headrace import log
+from headrace import failpoints, log
 from headrace.bus.dead_letters import dead_letter
 from headrace.bus.protocol import Bus, Message, Transactor
 from headrace.clock import Clock, SystemClock
@@ -206,9 +206,11 @@ class _Trainer:
                 cancelled=self._stop.is_set,
             )
         )
+        failpoints.reach("trainer.learned")
         learned_s = time.monotonic()
         announced = await self._store_version(result.state, state)
         saved = await self._store_checkpoint(result.state)
+        failpoints.reach("trainer.uploaded")
         stored_s = time.monotonic()
         seconds = {
             "seconds.wait": batch.wait_s,
@@ -237,6 +239,7 @@ class _Trainer:
             group=self._name,
             positions=positions_of(batch.positions),
         )
+        failpoints.reach("trainer.committed")
         self._commit_s = time.monotonic() - stored_s
         self._held = [result.state]
         self._log(record)
@@ -255,7 +258,8 @@ class _Trainer:
         if state.step % self._config.checkpoint_every and state.step != self._run.steps_max:
             return None
         data = await self._compute(lambda: checkpoint.encode(state, self._run.name))
-        blob: Blob = await self._blobs.put(data)
+        blob: Blob = await self._blobs.put(data, halfway=lambda: failpoints.reach("checkpoint.written_half"))
+        failpoints.reach("checkpoint.uploaded")
         return Checkpoint(uri=blob.uri, sha256=blob.sha256)
 
     async def _forget_checkpoints(self, saved: Checkpoint | None) -> None:

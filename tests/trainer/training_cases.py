@@ -157,10 +157,10 @@ class TrainingCases:
                 reached, go_on = asyncio.Event(), asyncio.Event()
 
                 class Held(FusedBlobs):
-                    async def put(self, data: bytes) -> Any:
+                    async def put(self, data: bytes, **kwargs: Any) -> Any:
                         if reached.is_set():
                             await go_on.wait()
-                        blob = await super().put(data)
+                        blob = await super().put(data, **kwargs)
                         if (await read_ledger(bus, place.run.name)).published:  # version 0 is out: step 1
                             reached.set()
                         return blob

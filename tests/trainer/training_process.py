@@ -58,8 +58,8 @@ class FusedBlobs(Delegate):
         super().__init__(other)
         self._fuse = fuse
 
-    async def put(self, data: bytes) -> Blob:
-        blob: Blob = await self._other.put(data)
+    async def put(self, data: bytes, **kwargs: Any) -> Blob:
+        blob: Blob = await self._other.put(data, **kwargs)
         self._fuse.passing("put")
         return blob
 

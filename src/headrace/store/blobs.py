@@ -11,7 +11,7 @@ Durable against the death of a process (whole objects only: obstore writes a fil
 import asyncio
 import hashlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
@@ -82,18 +82,19 @@ class Blobs:
             ) from error
         return cls(store, address, blob_bytes_max=blob_bytes_max, deadline_s=deadline_s, backoff_s=backoff_s)
 
-    async def put(self, data: bytes) -> Blob:
+    async def put(self, data: bytes, *, halfway: Callable[[], None] | None = None) -> Blob:
         """The blob of `data`, once it was read back and found right. Safe to call twice.
 
-        Raises StoreError (too large, read back wrong) and StoreUnavailable.
+        `halfway` is called when half of it was handed to the store. Raises StoreError (too large, read back
+        wrong) and StoreUnavailable.
         """
         sha256 = await asyncio.to_thread(_sha256, data)
         blob = Blob(_uri(sha256), sha256, len(data))
         if len(data) > self._blob_bytes_max:
             raise StoreError(f"{blob.uri}: expected at most {self._blob_bytes_max} bytes, got {len(data)}")
-        if await self._holds(blob):
-            return blob
-        await self._try(blob.uri, lambda: self._write(blob.uri, data))
+        # Written even when it is there already: a sweep goes by how long ago that was, and its writer has yet
+        # to name it.
+        await self._try(blob.uri, lambda: self._write(blob.uri, data, halfway))
         if not await self._holds(blob):
             raise StoreError(f"{self.address}: {blob.uri}: written, but not read back as it was")
         return blob
@@ -137,10 +138,10 @@ class Blobs:
             return False
         return True
 
-    async def _write(self, uri: str, data: bytes) -> None:
+    async def _write(self, uri: str, data: bytes, halfway: Callable[[], None] | None) -> None:
         from obstore import put_async
 
-        await put_async(self._store, uri, data)
+        await put_async(self._store, uri, data if halfway is None else _halves(data, halfway))
 
     async def _read(self, uri: str) -> bytes:
         from obstore import get_async
@@ -173,6 +174,13 @@ class Blobs:
                     ) from error
             await asyncio.sleep(self._backoff_s * 2 ** (TRIES_MAX - 1 - remaining))
         raise AssertionError("the last try returns or raises")
+
+
+async def _halves(data: bytes, between: Callable[[], None]) -> AsyncIterator[bytes]:
+    middle = len(data) // 2
+    yield data[:middle]
+    between()
+    yield data[middle:]
 
 
 def _uri(sha256: str) -> str:
