@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "tail": ("tail", "print a topic's records, decoded"),
     "trajectory": ("trajectory", "one group as a person reads it, and what became of it"),
+    "trace": ("trace", "the way of a group, rollout, suggestion or event: where, when, into which weights"),
     "report": ("report", "write the report of a run again"),
     "dead-letters": ("dead_letters", "records that could not be handled: list, show, redrive"),
     "tasks": ("tasks", "the task set: list, show, build, verify"),

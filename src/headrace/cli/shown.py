@@ -126,6 +126,11 @@ def _inert(text: str) -> str:
     return text if text.isprintable() and " " not in text else repr(text)
 
 
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey spelled out; spaces stay."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def shortened(text: str, most: int) -> str:
     """At most `most` characters of `text`; the middle is left out of a longer one."""
     if len(text) <= most:

@@ -1,21 +1,18 @@
 """`headrace trajectory GROUP_ID`: one group as a person reads it, and what became of it.
 
-Reads the group's own partition of each topic, and the ledger. Of a member that was tried several times, the
-latest attempt is shown.
+Of a member that was tried several times, the latest attempt is shown. Not here: finding the records
+(`story`), their way through the topics (`trace`).
 """
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.bus.protocol import Bus, TopicPartition, partition_of
+from headrace.bus.protocol import Bus
 from headrace.cli import options, shown
-from headrace.errors import ConfigError, WireError
+from headrace.cli.story import Story, gather
+from headrace.errors import ConfigError
 from headrace.wire import packed
-from headrace.wire import records as r
-from headrace.wire.codec import decode
-from headrace.wire.topics import EXPERIENCE, PROMPTS, REWARDS, ROLLOUT_STEPS, TRAIN_STEPS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,102 +25,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     return options.with_bus(lambda bus, _: _trajectory(bus, args), options.place(args))
-
-
-@dataclass(slots=True)
-class Story:
-    """All that the log holds about one group."""
-
-    group_id: str
-    prompt: r.Prompt | None = None
-    steps: list[r.RolloutStep] = field(default_factory=list)
-    rewards: list[r.Reward] = field(default_factory=list)
-    failures: list[r.GroupFailed] = field(default_factory=list)
-    experience: r.Experience | None = None
-    trained_in: r.TrainStep | None = None
-    undecodable: list[str] = field(default_factory=list)
-
-    def members(self) -> list[int]:
-        known = {step.member for step in self.steps} | {reward.member for reward in self.rewards}
-        return sorted(known | set(range(self.prompt.group_size if self.prompt else 0)))
-
-    def latest(self, member: int) -> list[r.RolloutStep]:
-        """The steps of a member's newest attempt, in order, each once."""
-        own = [step for step in self.steps if step.member == member]
-        attempt = max((step.attempt for step in own), default=0)
-        return list(
-            {step.step: step for step in sorted(own, key=_by_step) if step.attempt == attempt}.values()
-        )
-
-    def rewards_of(self, member: int) -> list[r.Reward]:
-        own = [reward for reward in self.rewards if reward.member == member]
-        attempt = max((reward.attempt for reward in own), default=0)
-        return list({reward.component: reward for reward in own if reward.attempt == attempt}.values())
-
-    def fate(self, member: int | None = None) -> str:
-        """What became of the group, or of one member of it."""
-        if self.trained_in is None:
-            if self.experience is not None:
-                why = f" ({self.experience.reason})" if self.experience.reason else ""
-                return f"closed: {self.experience.closed}{why}; not yet read by the trainer"
-            if self.failures:
-                return f"given up by a worker ({self.failures[-1].reason}); not yet closed"
-            return "in flight"
-        step = self.trained_in.step
-        dropped = [drop for drop in self.trained_in.drops if drop.group_id == self.group_id]
-        if self.group_id in self.trained_in.admitted:
-            withheld = {drop.member: drop.reason for drop in dropped if drop.member is not None}
-            if member is not None and member in withheld:
-                return f"read in step {step}; tokens withheld: {withheld[member]}"
-            return f"trained in step {step} (weights v{self.trained_in.version_to})"
-        reasons = sorted({drop.reason for drop in dropped if drop.member is None})
-        return f"dropped in step {step}: {', '.join(reasons) or 'no reason recorded'}"
-
-
-def _by_step(step: r.RolloutStep) -> int:
-    return step.step
-
-
-async def gather(bus: Bus, group_id: str) -> Story:
-    """Everything about `group_id`. Raises ConfigError when the log knows nothing of it."""
-    story = Story(group_id)
-    topics = await bus.topics()
-    for name in (PROMPTS.name, ROLLOUT_STEPS.name, REWARDS.name, EXPERIENCE.name):
-        if name in topics:
-            tp = TopicPartition(name, partition_of(group_id.encode(), len(topics[name])))
-            await _read(bus, tp, story, lambda key: key == group_id.encode())
-    if TRAIN_STEPS.name in topics:
-        await _read(bus, TopicPartition(TRAIN_STEPS.name, 0), story, lambda key: True)
-    if not (story.prompt or story.steps or story.rewards or story.experience):
-        raise ConfigError(f"group {group_id!r}: expected records of it on this bus, found none")
-    return story
-
-
-async def _read(bus: Bus, tp: TopicPartition, story: Story, wanted: Callable[[bytes | None], bool]) -> None:
-    begin, end = (await bus.begins([tp.topic]))[tp], (await bus.ends([tp.topic]))[tp]
-    async for delivery in bus.read_range(tp, begin, end):
-        if not wanted(delivery.key) or delivery.value is None:
-            continue
-        try:
-            record = decode(tp.topic, delivery.value, delivery.headers)
-        except WireError as error:
-            story.undecodable.append(f"{delivery.place}: {error}")
-            continue
-        match record:
-            case r.Prompt():
-                story.prompt = story.prompt or record
-            case r.RolloutStep():
-                story.steps.append(record)
-            case r.Reward():
-                story.rewards.append(record)
-            case r.GroupFailed():
-                story.failures.append(record)
-            case r.Experience():
-                story.experience = story.experience or record
-            case r.TrainStep():
-                consumed = any(unit.group_id == story.group_id for unit in record.consumed)
-                if story.trained_in is None and consumed:
-                    story.trained_in = record
 
 
 async def _trajectory(bus: Bus, args: argparse.Namespace) -> int:
@@ -139,7 +40,7 @@ async def _trajectory(bus: Bus, args: argparse.Namespace) -> int:
         return 0
     decoder = _decoder()
     for line in text(story, chosen, decoder, tokens=args.tokens):
-        print(line)
+        print(shown.printable(line))
     return 0
 
 
