@@ -40,9 +40,14 @@ def linear(x_NI: Tensor, w_OI: Tensor) -> Tensor:
     return torch.mm(pad_rows(x_NI), w_OI.t())[: x_NI.shape[0]]
 
 
+def unit_rms(x_NC: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x²) + eps)`, row by row."""
+    return x_NC * torch.rsqrt(x_NC.square().mean(-1, keepdim=True) + eps)
+
+
 def rms_norm(x_NC: Tensor, w_C: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) * w`, row by row (Zhang & Sennrich 2019)."""
-    return x_NC * torch.rsqrt(x_NC.square().mean(-1, keepdim=True) + eps) * w_C
+    """`unit_rms(x) * w` (Zhang & Sennrich 2019)."""
+    return unit_rms(x_NC, eps) * w_C
 
 
 def silu(x: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ no layer and no weights' names.
 N rows  C channels  E experts  K experts per row  W expert width  P padded pairs of row and expert
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.invariant import ROW_TILE, linear, silu
+from headrace.kernels.invariant import ROW_TILE, silu
 
 
 def choose(scores_NE: Tensor, active: int) -> Tensor:
@@ -33,7 +35,19 @@ def gate(scores_NE: Tensor, routes_NK: Tensor) -> Tensor:
     return torch.softmax(scores_NE.gather(1, routes_NK), -1)
 
 
-def experts(x_NC: Tensor, routes_NK: Tensor, gates_NK: Tensor, up_EWC: Tensor, down_ECW: Tensor) -> Tensor:
+Tapped = Callable[[int, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], None]
+"""Told of an expert's work: its number, the source rows (ascending; padding left out), inputs and outputs of
+its two products (the rows beyond are padding)."""
+
+
+def experts(
+    x_NC: Tensor,
+    routes_NK: Tensor,
+    gates_NK: Tensor,
+    up_EWC: Tensor,
+    down_ECW: Tensor,
+    tapped: Tapped | None = None,
+) -> Tensor:
     """`sum_k gate_k * expert_k(x)`, float32 `[N, C]`; expert(x) = down(silu(a) * b) with a, b the halves of
     up(x).
 
@@ -41,13 +55,19 @@ def experts(x_NC: Tensor, routes_NK: Tensor, gates_NK: Tensor, up_EWC: Tensor, d
     over k in order.
     """
     rows, active = routes_NK.shape
-    source_P, place_NK, counts_E = _group(routes_NK, up_EWC.shape[0])
-    x_PC = x_NC.index_select(0, source_P)
+    source_P, place_NK, counts_E, wide_E = _group(routes_NK, up_EWC.shape[0])
     outputs = []
-    for expert, part_PC in enumerate(torch.split(x_PC, counts_E)):
+    sources = torch.split(source_P, wide_E)
+    for expert, part_PC in enumerate(torch.split(x_NC.index_select(0, source_P), wide_E)):
         if part_PC.shape[0]:
-            a_PW, b_PW = torch.mm(part_PC, up_EWC[expert].t()).chunk(2, -1)
-            outputs.append(torch.mm(silu(a_PW) * b_PW, down_ECW[expert].t()))
+            both_PW = torch.mm(part_PC, up_EWC[expert].t())
+            a_PW, b_PW = both_PW.chunk(2, -1)
+            hidden_PW = silu(a_PW) * b_PW
+            output_PC = torch.mm(hidden_PW, down_ECW[expert].t())
+            outputs.append(output_PC)
+            if tapped is not None:
+                real = sources[expert][: counts_E[expert]]
+                tapped(expert, real, (part_PC, both_PW), (hidden_PW, output_PC))
     y_NKC = torch.cat(outputs).index_select(0, place_NK.flatten()).view(rows, active, -1)
     weighted_NKC = y_NKC * gates_NK.unsqueeze(-1)
     total_NC = weighted_NKC[:, 0]
@@ -56,9 +76,9 @@ def experts(x_NC: Tensor, routes_NK: Tensor, gates_NK: Tensor, up_EWC: Tensor, d
     return total_NC
 
 
-def _group(routes_NK: Tensor, experts_total: int) -> tuple[Tensor, Tensor, list[int]]:
+def _group(routes_NK: Tensor, experts_total: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
     """Rows sorted by expert, each expert's share padded to the tile (with row 0): the source row of each
-    padded place, the place of each pair, and the padded count of each expert.
+    padded place, the place of each pair, and the count of each expert, without and with padding.
     """
     active = routes_NK.shape[1]
     flat = routes_NK.numpy().ravel()
@@ -71,12 +91,7 @@ def _group(routes_NK: Tensor, experts_total: int) -> tuple[Tensor, Tensor, list[
     source[sorted_place] = order // active
     place = np.empty(flat.size, np.int64)
     place[order] = sorted_place
-    return torch.from_numpy(source), torch.from_numpy(place), wide.tolist()
-
-
-def router(x_NC: Tensor, w_EC: Tensor) -> Tensor:
-    """Scores `[N, E]` of the experts."""
-    return linear(x_NC, w_EC)
+    return torch.from_numpy(source), torch.from_numpy(place), counts.tolist(), wide.tolist()
 
 
 def balance_loss(scores_NE: Tensor, routes_NK: Tensor) -> Tensor:

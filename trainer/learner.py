@@ -1,11 +1,13 @@
 """Forward, loss, backward and optimizer over the admitted units of a step. Knows no record and no admission.
 
-Gradients are taken at the published (bf16-exact) weights and applied to the float32 masters. The schedule of
-microbatches is fixed by the order of the units and `microbatch_groups`, so the same units give the same bits.
+Gradients are taken at the published (bf16-exact) weights and applied to the float32 masters. They are exact
+integer sums over the units (`kernels.gradient_sums`), so microbatches, ranks and their order leave no trace
+in the result: they only say what is computed together.
 
-N trained tokens
+N trained tokens, in the order of units, members, tokens
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor
 
 from headrace.errors import TrainingError
+from headrace.kernels.gradient_sums import GradientSums
 from headrace.policy.model import ModelConfig, Weights
 from headrace.trainer import metrics
 from headrace.trainer.admission import Unit
 from headrace.trainer.config import TrainerConfig
-from headrace.trainer.forward import Forward, forward
+from headrace.trainer.forward import Recorded, forward, recorded
 from headrace.trainer.loss import Tokens, policy_loss
 from headrace.trainer.optimizer import adamw, clipped, gradient_norm
+from headrace.trainer.ranks import ALONE, Ranks
 from headrace.trainer.state import State, published
 
 
@@ -35,18 +39,6 @@ class Learned:
     metrics: dict[str, float]
 
 
-@dataclass(slots=True)
-class _Pass:
-    """What one pass over the batch leaves behind."""
-
-    gradients: Weights
-    loss: float
-    old: list[Tensor]
-    masked: int
-    clipped: int
-    forwards: list[Forward]
-
-
 def learn(
     state: State,
     units: Sequence[Unit],
@@ -54,89 +46,148 @@ def learn(
     model: ModelConfig,
     config: TrainerConfig,
     cancelled: Callable[[], bool],
+    ranks: Ranks = ALONE,
 ) -> Learned:
     """`state` with masters, moments and `updates` after `config.epochs` updates on `units`.
 
     A pass whose gradient is exactly zero (all masked) updates nothing, moments included. Raises
     TrainingError that names the records, and Cancelled.
     """
-    tokens_total = sum(member.tokens_trained for unit in units for member in unit.sequences)
+    tokens_total = sum(_tokens(unit) for unit in units)
     if not tokens_total:
         return Learned(state, {"tokens.trained": 0.0})
+    run = _Passes(units, tokens_total, model, config, cancelled, ranks)
     found: dict[str, float] = {}
-    old: list[Tensor] = []
-    for epoch in range(config.epochs):
-        done = _run_pass(state, units, old, tokens_total, model=model, config=config, cancelled=cancelled)
-        norm = gradient_norm(done.gradients)
-        if epoch == 0:
-            old = done.old
-            found = _first_pass_metrics(state, units, done, tokens_total)
-            found["gradient.norm"] = norm
+    old_N: Tensor | None = None
+    for _ in range(config.epochs):
+        gradients, report = run.one(published(state.masters), old_N)
+        norm = gradient_norm(gradients)
+        if old_N is None:
+            old_N = report.logp_N
+            found = _metrics(state, units, report, tokens_total) | {"gradient.norm": norm}
         if norm == 0.0:
             break
-        state = _updated(state, clipped(done.gradients, norm, config.grad_norm_max), config)
+        state = _updated(state, clipped(gradients, norm, config.grad_norm_max), config)
     return Learned(state, found)
 
 
-def _run_pass(
-    state: State,
-    units: Sequence[Unit],
-    old: Sequence[Tensor],
-    tokens_total: int,
-    *,
-    model: ModelConfig,
-    config: TrainerConfig,
-    cancelled: Callable[[], bool],
-) -> _Pass:
-    """Gradients of the whole batch at the published weights. `old` is empty in the first pass, which sets
-    it."""
-    leaves = {name: weight.requires_grad_() for name, weight in published(state.masters).items()}
-    done = _Pass({}, 0.0, [], 0, 0, [])
-    for index, batch in enumerate(_microbatches(units, config.microbatch_groups)):
-        if cancelled():
-            raise Cancelled
-        run = forward(leaves, model, batch)
-        now_N = run.logp_N
-        _check_finite(run, batch)
-        old_N = old[index] if old else now_N.detach()
-        tokens = Tokens(old_N, run.rollout_N, run.advantage_N, run.sequence_N)
-        loss = policy_loss(config.loss, now_N, tokens, tokens_total=tokens_total)
-        places = ", ".join(unit.place for unit in batch)
+def unit_gradient(
+    state: State, unit: Unit, tokens_total: int, *, model: ModelConfig, config: TrainerConfig
+) -> Weights:
+    """What `unit` adds to the gradient of a step of `tokens_total` trained tokens, before it is clipped."""
+    run = _Passes([unit], tokens_total, model, config, lambda: False, ALONE)
+    return run.one(published(state.masters), None)[0]
+
+
+class _Report:
+    """Numbers of a pass over all units, each written by the rank that has the unit and 0 elsewhere, in one
+    float64 tensor, so that a sum over ranks is exact."""
+
+    def __init__(self, tokens_total: int, units: int) -> None:
+        self.numbers = torch.zeros(2 * tokens_total + units + 5, dtype=torch.float64)
+        self._logp_N, self._kept_N, self.entropy_U, self.counts = torch.split(
+            self.numbers, [tokens_total, tokens_total, units, 5]
+        )
+        """`counts`: tokens masked, tokens clipped, routes, routes otherwise, tokens computed."""
+
+    def set(self, rows: slice, logp_N: Tensor, kept_N: Tensor) -> None:
+        self._logp_N[rows], self._kept_N[rows] = logp_N.detach().double(), kept_N.detach().double()
+
+    @property
+    def logp_N(self) -> Tensor:
+        return self._logp_N.float()
+
+    @property
+    def kept_sum(self) -> float:
+        return math.fsum(self._kept_N.tolist())
+
+
+class _Passes:
+    """Passes over one batch."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        tokens_total: int,
+        model: ModelConfig,
+        config: TrainerConfig,
+        cancelled: Callable[[], bool],
+        ranks: Ranks,
+    ) -> None:
+        self._units = units
+        self._tokens_total = tokens_total
+        self._model = model
+        self._config = config
+        self._cancelled = cancelled
+        self._ranks = ranks
+        self._starts = [0]
+        for unit in units:
+            self._starts.append(self._starts[-1] + _tokens(unit))
+
+    def one(self, weights: Weights, old_N: Tensor | None) -> tuple[Weights, _Report]:
+        """Gradients of the whole batch at `weights`. `old`: log-probabilities at the step's start; None in
+        the first pass, whose own they are."""
+        sums = GradientSums.like(weights)
+        report = _Report(self._starts[-1], len(self._units))
+        for numbers in self._microbatches():
+            if self._cancelled():
+                raise Cancelled
+            places = ", ".join(self._units[number].place for number in numbers)
+            try:
+                self._microbatch(numbers, weights, old_N, sums, report)
+            except TrainingError as error:
+                raise TrainingError(f"{places}: {error}") from error
+        self._ranks.total([*sums.sums.values(), report.numbers])
+        return sums.gradients(), report
+
+    def _microbatches(self) -> list[range]:
+        """This rank's neighbouring units of one sampling temperature, at most `microbatch_groups`
+        together."""
+        size, count = self._ranks.size, len(self._units)
+        first, end = (count * rank // size for rank in (self._ranks.rank, self._ranks.rank + 1))
+        batches: list[range] = []
+        for number in range(first, end):
+            last = batches[-1] if batches else range(0)
+            alike = last and self._units[last[0]].temperature == self._units[number].temperature
+            if alike and len(last) < self._config.microbatch_groups:
+                batches[-1] = range(last[0], number + 1)
+            else:
+                batches.append(range(number, number + 1))
+        return batches
+
+    def _microbatch(
+        self, numbers: range, weights: Weights, old_N: Tensor | None, sums: GradientSums, report: _Report
+    ) -> None:
+        units = self._units[numbers.start : numbers.stop]
+        if not any(_tokens(unit) for unit in units):
+            return
+        said = recorded(units)
+        run = forward(weights, self._model, units, sums)
+        _check_finite(run.logp_N.detach(), said, units)
+        rows = slice(self._starts[numbers.start], self._starts[numbers.stop])
+        behind_N = run.logp_N.detach() if old_N is None else old_N[rows]
+        tokens = Tokens(behind_N, said.rollout_N, said.advantage_N, said.sequence_N)
+        loss = policy_loss(self._config.loss, run.logp_N, tokens, tokens_total=self._tokens_total)
         if not torch.isfinite(loss.loss):
-            raise TrainingError(f"{places}: expected a finite loss, got {float(loss.loss.detach())}")
+            raise TrainingError(f"expected a finite loss, got {float(loss.loss.detach())}")
         loss.loss.backward()  # type: ignore[no-untyped-call]
-        for name, leaf in leaves.items():
-            if leaf.grad is not None and not torch.isfinite(leaf.grad).all():
-                raise TrainingError(f"{places}: expected a finite gradient of {name}, got one that is not")
-        done.loss += float(loss.loss.detach())
-        done.old.append(old_N)
-        done.masked += int(loss.masked_N.sum())
-        done.clipped += int(loss.clipped_N.sum())
-        done.forwards.append(run.detached())
-    done.gradients = {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
-    }
-    return done
+        report.set(rows, run.logp_N, loss.kept_N)
+        report.entropy_U[numbers.start : numbers.stop] = torch.tensor(run.entropies, dtype=torch.float64)
+        masked, cut = int(loss.masked_N.sum()), int(loss.clipped_N.sum())
+        report.counts += torch.tensor([masked, cut, run.routes, run.routes_other, run.tokens])
 
 
-def _microbatches(units: Sequence[Unit], groups: int) -> list[list[Unit]]:
-    """Runs of at most `groups` neighbours of one sampling temperature."""
-    batches: list[list[Unit]] = []
-    for unit in units:
-        if batches and len(batches[-1]) < groups and batches[-1][0].temperature == unit.temperature:
-            batches[-1].append(unit)
-        else:
-            batches.append([unit])
-    return batches
+def _tokens(unit: Unit) -> int:
+    return sum(member.tokens_trained for member in unit.sequences)
 
 
-def _check_finite(run: Forward, batch: Sequence[Unit]) -> None:
-    wrong = run.sequence_N[~torch.isfinite(run.logp_N.detach())]
+def _check_finite(logp_N: Tensor, said: Recorded, units: Sequence[Unit]) -> None:
+    wrong = said.sequence_N[~torch.isfinite(logp_N)]
     if wrong.numel():
-        members = [(unit, member) for unit in batch for member in unit.sequences]
+        members = [(unit, member) for unit in units for member in unit.sequences]
         unit, member = members[int(wrong[0])]
         raise TrainingError(
-            f"{unit.place}: group {unit.group_id}: member {member.member}: expected finite log-probabilities,"
+            f"group {unit.group_id}: member {member.member}: expected finite log-probabilities,"
             f" got {wrong.numel()} that are not"
         )
 
@@ -147,27 +198,22 @@ def _updated(state: State, gradients: Weights, config: TrainerConfig) -> State:
     return replace(state, masters=masters, moment1=moment1, moment2=moment2, updates=updates)
 
 
-def _first_pass_metrics(
-    state: State, units: Sequence[Unit], done: _Pass, tokens_total: int
-) -> dict[str, float]:
-    runs = done.forwards
-    routed = sum(run.routes for run in runs)
+def _metrics(state: State, units: Sequence[Unit], report: _Report, tokens_total: int) -> dict[str, float]:
+    """Of the first pass."""
+    said = recorded(units)
+    masked, cut, routes, routes_other, tokens = report.counts.tolist()
     sequences = [member for unit in units for member in unit.sequences]
     advantages = [advantage for unit in units for advantage in unit.advantages]
     return {
-        "loss": done.loss,
+        "loss": -report.kept_sum / tokens_total,
         "tokens.trained": float(tokens_total),
-        "tokens.forward": float(sum(run.tokens for run in runs)),
-        "entropy.mean": sum(run.entropy_sum for run in runs) / tokens_total,
-        "mask.share": done.masked / tokens_total,
-        "clip.share": done.clipped / tokens_total,
+        "tokens.forward": tokens,
+        "entropy.mean": math.fsum(report.entropy_U.tolist()) / tokens_total,
+        "mask.share": masked / tokens_total,
+        "clip.share": cut / tokens_total,
         "advantage.abs_mean": sum(abs(a) for a in advantages) / len(advantages),
-        "route.disagreement": sum(run.routes_other for run in runs) / routed if routed else 0.0,
+        "route.disagreement": routes_other / routes if routes else 0.0,
         **metrics.spread("length", [float(member.tokens) for member in sequences]),
-        **metrics.lag(state.version - torch.cat([run.version_N for run in runs])),
-        **metrics.mismatch(
-            torch.cat(done.old),
-            torch.cat([run.rollout_N for run in runs]),
-            state.version - torch.cat([run.context_version_N for run in runs]),
-        ),
+        **metrics.lag(state.version - said.version_N),
+        **metrics.mismatch(report.logp_N, said.rollout_N, state.version - said.context_version_N),
     }

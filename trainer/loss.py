@@ -45,9 +45,11 @@ class Tokens(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """`loss`: to be summed over the microbatches of a step. The masks (bool `[N]`) tell what took part."""
+    """`loss`: to be summed over the microbatches of a step; `kept`: each token's part of it, before the sign
+    and the division (float32 `[N]`). The masks (bool `[N]`) tell what took part."""
 
     loss: Tensor
+    kept_N: Tensor
     masked_N: Tensor
     clipped_N: Tensor
 
@@ -73,7 +75,7 @@ def policy_loss(config: LossConfig, now_N: Tensor, tokens: Tokens, *, tokens_tot
         surrogate_N = torch.where(advantage_N < 0, bounded_N, surrogate_N)
     masked_N = (weight_N == 0) | _masked_sequences(config, tokens, behaviour_N)
     kept_N = torch.where(masked_N, torch.zeros_like(surrogate_N), weight_N * surrogate_N)
-    return Loss(-kept_N.sum() / tokens_total, masked_N, (surrogate_N != plain_N).detach())
+    return Loss(-kept_N.sum() / tokens_total, kept_N, masked_N, (surrogate_N != plain_N).detach())
 
 
 def _weight(config: LossConfig, behaviour_N: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Masters never round: what is published is their bf16 view, and gradients are tak
 
 import math
 
+import numpy as np
 import torch
 
 from headrace.policy.model import Weights
@@ -13,8 +14,10 @@ from headrace.trainer.config import TrainerConfig
 
 
 def gradient_norm(gradients: Weights) -> float:
-    """The 2-norm over all tensors, summed in float64 in the order of the names."""
-    return math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name in sorted(gradients)))
+    """The 2-norm over all tensors, summed in float64 in the order of the names, on one thread: a sum split
+    over threads has other bits."""
+    squares = (np.square(gradients[name].numpy(), dtype=np.float64) for name in sorted(gradients))
+    return math.sqrt(math.fsum(float(square.sum()) for square in squares))
 
 
 def clipped(gradients: Weights, norm: float, norm_max: float) -> Weights:

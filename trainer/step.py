@@ -14,6 +14,7 @@ from headrace.trainer import metrics
 from headrace.trainer.admission import Admission, Entry, admit
 from headrace.trainer.config import StepSettings
 from headrace.trainer.learner import learn
+from headrace.trainer.ranks import ALONE, Ranks
 from headrace.trainer.state import State, published, remember
 
 
@@ -32,12 +33,14 @@ def run_step(
     model: ModelConfig,
     settings: StepSettings,
     cancelled: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
     """The state after step `state.step + 1` on `entries`, which end before `positions`; `state` is not
     changed.
 
-    Without anything to train the weights stay as they are and the version still moves on. Raises
-    TrainingError that names the record when a number is not finite, `Cancelled` when told to stop.
+    Without anything to train the weights stay as they are and the version still moves on. With several
+    `ranks` each calls it with the same arguments and gets the same result. Raises TrainingError that names
+    the record when a number is not finite, `Cancelled` when told to stop.
     """
     config = settings.trainer
     admission = admit(
@@ -49,7 +52,7 @@ def run_step(
         sequence_tokens_max=config.sequence_tokens_max,
         scale_std=config.advantage_std,
     )
-    learned = learn(state, admission.units, model=model, config=config, cancelled=cancelled)
+    learned = learn(state, admission.units, model=model, config=config, cancelled=cancelled, ranks=ranks)
     step = state.step + 1
     new_state = replace(
         learned.state,
@@ -58,6 +61,7 @@ def run_step(
         seen=remember(state.seen, admission.read, step),
         root=state.root if learned.state is state else weights_root(published(learned.state.masters)),
     )
+    ranks.agree(f"after step {step} the root", new_state.root)
     found = {
         "units.read": float(len(entries)),
         "units.trained": float(len(admission.units)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.kernels import moe, reference
+from headrace.kernels import invariant, moe, reference
 
 
 def _case(rows: int) -> tuple[torch.Tensor, ...]:
@@ -22,7 +22,7 @@ def test_grouped_experts_equal_the_reference_with_gradients(rows: int) -> None:
     for function in (moe.experts, reference.experts):
         leaves = [tensor.clone().requires_grad_() for tensor in _case(rows)]
         x_NC, router_EC, up_EWC, down_ECW = leaves
-        scores_NE = moe.router(x_NC, router_EC)
+        scores_NE = invariant.linear(x_NC, router_EC)
         routes_NK = moe.choose(scores_NE, 2)
         out_NC = function(x_NC, routes_NK, moe.gate(scores_NE, routes_NK), up_EWC, down_ECW)
         torch.autograd.backward((out_NC * torch.linspace(-1, 1, 32)).sum())
@@ -36,7 +36,7 @@ def test_a_rows_experts_do_not_depend_on_the_batch() -> None:
     x_NC, router_EC, up_EWC, down_ECW = _case(200)
 
     def output(x: torch.Tensor) -> torch.Tensor:
-        scores_NE = moe.router(x, router_EC)
+        scores_NE = invariant.linear(x, router_EC)
         routes_NK = moe.choose(scores_NE, 2)
         return moe.experts(x, routes_NK, moe.gate(scores_NE, routes_NK), up_EWC, down_ECW)
 
@@ -62,7 +62,7 @@ def test_choice_gate_and_balance_by_hand() -> None:
 def test_swapped_routes_swap_nothing_but_the_order_of_the_sum() -> None:
     """Recorded routes are used in their order: each gate stays with its expert."""
     x_NC, router_EC, up_EWC, down_ECW = _case(20)
-    scores_NE = moe.router(x_NC, router_EC)
+    scores_NE = invariant.linear(x_NC, router_EC)
     routes_NK = moe.choose(scores_NE, 2)
     turned_NK = routes_NK.flip(1)
     straight = moe.experts(x_NC, routes_NK, moe.gate(scores_NE, routes_NK), up_EWC, down_ECW)

@@ -13,9 +13,9 @@ from headrace.errors import TrainingError
 from headrace.policy.model import Weights, initial_weights
 from headrace.policy.tree import Group, tree_logp
 from headrace.trainer import forward
-from headrace.trainer.admission import Entry
+from headrace.trainer.admission import Entry, admit
 from headrace.trainer.config import LossConfig, StepSettings, TrainerConfig
-from headrace.trainer.learner import Cancelled, learn
+from headrace.trainer.learner import Cancelled, learn, unit_gradient
 from headrace.trainer.optimizer import adamw, clipped, gradient_norm
 from headrace.trainer.state import State, fresh, published, remember
 from headrace.trainer.step import StepResult, run_step
@@ -159,13 +159,39 @@ def test_same_records_same_bits() -> None:
     assert _same(first.moment2, again.moment2)
 
 
-def test_microbatches_change_the_bits_not_the_step() -> None:
-    """One group at a time or all at once: the same gradient up to rounding."""
-    records = [pair("a"), pair("b", first=20), pair("c", first=30)]
-    one = _step(_state(), *records).state
-    all_at_once = _step(_state(), *records, config=replace_config(CONFIG, microbatch_groups=8)).state
-    for name in one.moment1:
-        torch.testing.assert_close(one.moment1[name], all_at_once.moment1[name], rtol=1e-3, atol=1e-7)
+def test_microbatches_threads_and_order_leave_no_trace() -> None:
+    """Any number of groups at a time, in any order, on one or two threads: one root, one loss, one norm."""
+    records = [pair("a"), pair("b", first=20), pair("c", first=30), pair("d", first=40)]
+    found = set()
+    before = torch.get_num_threads()
+    try:
+        for threads, groups, turned in ((1, 1, 1), (1, 2, 1), (1, 3, -1), (2, 8, 1), (2, 1, -1)):
+            torch.set_num_threads(threads)
+            config = replace_config(CONFIG, microbatch_groups=groups)
+            result = _step(_state(), *records[::turned], config=config)
+            found.add((result.state.root, result.metrics["loss"], result.metrics["gradient.norm"]))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_units_share_out_the_gradient() -> None:
+    """The units' own gradients add up to the step's."""
+    state = _state()
+    entries = [Entry(consumed(r.group_id, n), r) for n, r in enumerate([pair("a"), pair("b", first=20)])]
+    answer = admit(
+        entries,
+        version=0,
+        seen={},
+        model=MODEL,
+        lag_versions_max=2,
+        sequence_tokens_max=64,
+        scale_std=False,
+    )
+    parts = [unit_gradient(state, unit, 8, model=MODEL, config=CONFIG) for unit in answer.units]
+    whole = learn(state, answer.units, model=MODEL, config=CONFIG, cancelled=lambda: False)
+    total = {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    assert whole.metrics["gradient.norm"] == pytest.approx(gradient_norm(total), rel=1e-6)
 
 
 def test_equal_members_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ dictionary of tensors.
 Pre-norm blocks; rotary positions; grouped-query attention; SwiGLU experts; the embedding is also the output
 head. Weights are stored in bf16 and computed with in float32 on exactly those values. How keys and values are
 laid out (a cache, a packed tree, padded rows) is the business of `policy.decode`, `policy.tree` and
-mid-training: they share every arithmetic step of this file, which is why they agree bit for bit.
+mid-training: they share every arithmetic step of this file, which is why they agree bit for bit. `taps`,
+where given, sum the weights' gradients unit by unit (`kernels.gradient_sums`); they leave the values alone.
 
 N tokens (rows)  C width  H query heads  G key-value heads  D head width  E experts  K experts per token  V
 vocabulary
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from headrace.errors import PolicyError
 from headrace.kernels import invariant, moe
+from headrace.kernels.gradient_sums import Taps
 
 Weights = dict[str, Tensor]
 
@@ -131,18 +133,41 @@ def rope_at(config: ModelConfig, position_N: Tensor) -> tuple[Tensor, Tensor]:
     return cos.index_select(0, position_N), sin.index_select(0, position_N)
 
 
-def embed(weights: Weights, tokens_N: Tensor) -> Tensor:
+def embed(weights: Weights, tokens_N: Tensor, taps: Taps | None = None) -> Tensor:
     """The residual stream `[N, C]` at the entrance."""
-    return F.embedding(tokens_N, weights["embed"])
+    x_NC = F.embedding(tokens_N, weights["embed"])
+    if taps is not None:
+        taps.embedded("embed", tokens_N, x_NC)
+    return x_NC
+
+
+def _linear(weights: Weights, name: str, x_NI: Tensor, taps: Taps | None) -> Tensor:
+    y_NO = invariant.linear(x_NI, weights[name])
+    if taps is not None:
+        taps.product(name, x_NI, y_NO)
+    return y_NO
+
+
+def _norm(weights: Weights, name: str, x_NC: Tensor, eps: float, taps: Taps | None) -> Tensor:
+    unit_NC = invariant.unit_rms(x_NC, eps)
+    y_NC = unit_NC * weights[name]
+    if taps is not None:
+        taps.scaled(name, unit_NC, y_NC)
+    return y_NC
 
 
 def attention_inputs(
-    config: ModelConfig, weights: Weights, layer: int, x_NC: Tensor, rope: tuple[Tensor, Tensor]
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x_NC: Tensor,
+    rope: tuple[Tensor, Tensor],
+    taps: Taps | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[N, H, D]`, keys and values `[N, G, D]` of a layer, queries and keys rotated."""
     at = f"layers.{layer}."
-    normed_NC = invariant.rms_norm(x_NC, weights[at + "attention_norm"], config.norm_eps)
-    joint = invariant.linear(normed_NC, weights[at + "qkv"]).view(x_NC.shape[0], -1, config.head_width)
+    normed_NC = _norm(weights, at + "attention_norm", x_NC, config.norm_eps, taps)
+    joint = _linear(weights, at + "qkv", normed_NC, taps).view(x_NC.shape[0], -1, config.head_width)
     both = config.heads + config.heads_kv
     turned = rotate(joint[:, :both], *rope)
     return turned[:, : config.heads], turned[:, config.heads :], joint[:, both:]
@@ -155,24 +180,24 @@ def after_attention(
     x_NC: Tensor,
     attended_NC: Tensor,
     recorded_NK: Tensor | None,
+    taps: Taps | None = None,
 ) -> tuple[Tensor, Routing]:
     """The residual stream after the rest of a layer, and how its tokens were routed.
 
     `recorded` (int64) replays routes in their order; a row of -1 chooses for itself.
     """
     at = f"layers.{layer}."
-    x_NC = x_NC + invariant.linear(attended_NC, weights[at + "out"])
-    normed_NC = invariant.rms_norm(x_NC, weights[at + "expert_norm"], config.norm_eps)
-    scores_NE = moe.router(normed_NC, weights[at + "router"])
+    x_NC = x_NC + _linear(weights, at + "out", attended_NC, taps)
+    normed_NC = _norm(weights, at + "expert_norm", x_NC, config.norm_eps, taps)
+    scores_NE = _linear(weights, at + "router", normed_NC, taps)
     chosen_NK = moe.choose(scores_NE, config.experts_active)
     used_NK = chosen_NK if recorded_NK is None else torch.where(recorded_NK < 0, chosen_NK, recorded_NK)
     gates_NK = moe.gate(scores_NE, used_NK)
-    mixed_NC = moe.experts(normed_NC, used_NK, gates_NK, weights[at + "up"], weights[at + "down"])
+    tapped = None if taps is None else taps.routed(at + "up", at + "down")
+    mixed_NC = moe.experts(normed_NC, used_NK, gates_NK, weights[at + "up"], weights[at + "down"], tapped)
     return x_NC + mixed_NC, Routing(scores_NE, chosen_NK, used_NK)
 
 
-def logits(config: ModelConfig, weights: Weights, x_NC: Tensor) -> Tensor:
+def logits(config: ModelConfig, weights: Weights, x_NC: Tensor, taps: Taps | None = None) -> Tensor:
     """Scores of the next token, float32 `[N, V]`."""
-    return invariant.linear(
-        invariant.rms_norm(x_NC, weights["final_norm"], config.norm_eps), weights["embed"]
-    )
+    return _linear(weights, "embed", _norm(weights, "final_norm", x_NC, config.norm_eps, taps), taps)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PolicyError
+from headrace.kernels.gradient_sums import GradientSums, Taps, spans
 from headrace.kernels.invariant import KEY_BLOCK, ROW_TILE, log_probs, padded
 from headrace.policy import attention, model
 from headrace.policy.attention import Keys
@@ -52,9 +53,16 @@ class TreeOutput:
     routes_replayed: int
 
 
-def tree_logp(weights: Weights, config: ModelConfig, groups: list[Group], temperature: float) -> TreeOutput:
+def tree_logp(
+    weights: Weights,
+    config: ModelConfig,
+    groups: list[Group],
+    temperature: float,
+    sums: GradientSums | None = None,
+) -> TreeOutput:
     """Log-probabilities of all sequences of `groups` in one differentiable pass.
 
+    With `sums`, a backward pass adds the weights' gradients there, group by group, instead of to the weights.
     Raises PolicyError naming group and sequence if one is empty or too long, or if its recorded routes don't
     fit its tokens.
     """
@@ -64,25 +72,26 @@ def tree_logp(weights: Weights, config: ModelConfig, groups: list[Group], temper
     positions = [position for place in places for position in place.positions]
     missing = -len(tokens) % ROW_TILE
     recorded_NLK = _recorded(config, groups, len(tokens) + missing)
-    x_NC = model.embed(weights, torch.tensor(tokens + [0] * missing))
+    taps = None if sums is None else Taps(sums, spans(place.tokens for place in places))
+    x_NC = model.embed(weights, torch.tensor(tokens + [0] * missing), taps)
     rope = model.rope_at(config, torch.tensor(positions + [0] * missing))
     used: list[Tensor] = []
     disagreements = torch.zeros((), dtype=torch.int64)
     for layer in range(config.layers):
-        q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope)
+        q, k, v = model.attention_inputs(config, weights, layer, x_NC, rope, taps)
         parts = []
         for place, start in zip(places, offsets, strict=True):
             span = slice(start, start + place.tokens)
             parts.append(place.attend(q[span], k[span], v[span]))
         attended_NC = torch.nn.functional.pad(torch.cat(parts), (0, 0, 0, missing))
         recorded_NK = None if recorded_NLK is None else recorded_NLK[:, layer]
-        x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, recorded_NK)
+        x_NC, routing = model.after_attention(config, weights, layer, x_NC, attended_NC, recorded_NK, taps)
         used.append(routing.used_NK.to(torch.uint8))
         differs_N = (routing.used_NK.sort(1).values != routing.chosen_NK.sort(1).values).any(1)
         disagreements += differs_N.sum()
     routes_NLK = torch.stack(used, 1)
     replayed = 0 if recorded_NLK is None else int((recorded_NLK[:, :, 0] >= 0).sum())
-    logp, entropy = _logp(weights, config, x_NC, groups, offsets, temperature)
+    logp, entropy = _logp(weights, config, x_NC, groups, offsets, temperature, taps)
     prefix_routes, own_routes = [], []
     for group, start in zip(groups, offsets, strict=True):
         lengths = [len(group.prefix), *(len(own) for own in group.own)]
@@ -99,12 +108,14 @@ def _logp(
     groups: list[Group],
     offsets: list[int],
     temperature: float,
+    taps: Taps | None,
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """The head over every row that has a successor; a prefix's last row serves all sequences of its group."""
     rows_used: list[int] = []
     pick: list[int] = []  # for each own token: which of `rows_used` predicts it
     targets: list[int] = []
     lengths: list[int] = []
+    used_by_group: list[int] = []
     for group, offset in zip(groups, offsets, strict=True):
         at = offset + len(group.prefix)
         root = len(rows_used)
@@ -115,7 +126,9 @@ def _logp(
             targets += own
             lengths.append(len(own))
             at += len(own)
-    logits_RV = model.logits(config, weights, x_NC.index_select(0, torch.tensor(rows_used)))
+        used_by_group.append(len(rows_used) - root)
+    head_taps = None if taps is None else taps.over(spans(used_by_group))
+    logits_RV = model.logits(config, weights, x_NC.index_select(0, torch.tensor(rows_used)), head_taps)
     logp_RV = log_probs(logits_RV, temperature)
     pick_T = torch.tensor(pick)
     with torch.no_grad():
