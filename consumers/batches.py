@@ -9,11 +9,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace import log
-from headrace.bus.protocol import Bus, Delivery, Reader, TopicPartition
+from headrace.bus.dead_letters import dead_letter
+from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition
 from headrace.errors import OffsetGone, StoreError, StoreUnavailable, WireError
 from headrace.store.blobs import BlobReader, Blobs
 from headrace.store.claims import check_out
@@ -40,6 +41,13 @@ class Batch:
     """By place, as in `Entry.place`: what goes to the dead letters if it must."""
     other_run: int = 0
     wait_s: float = 0.0
+
+    def dead_letters(self, malformed: Iterable[tuple[Entry, WireError]], now_ms: int) -> list[Message]:
+        """Those of its entries that make no sense, with their bytes, as they go to the dead letters."""
+        return [
+            dead_letter(self.deliveries[entry.place], error, by="trainer", now_ms=now_ms)
+            for entry, error in malformed
+        ]
 
 
 class Batches:

@@ -61,12 +61,15 @@ def step_record(
     settings: StepSettings,
     now: Provenance,
     seconds: dict[str, float],
+    beside_s: float,
     saved: Checkpoint | None,
+    pruned: tuple[int, ...],
     started_ms: int,
     ended_ms: int,
 ) -> TrainStep:
     """Everything needed to compute this step again, and what it measured (docs/training.md names the
-    numbers). `seconds`: of the step's phases, waiting included."""
+    numbers). `seconds`: of the step's phases, waiting included; `beside_s`: those in which a checkpoint was
+    being written meanwhile."""
     total_s = sum(seconds.values()) or 1e-9
     learn_s = seconds["seconds.learn"] or 1e-9
     return TrainStep(
@@ -88,6 +91,7 @@ def step_record(
         metrics={
             **result.metrics,
             **seconds,
+            "checkpoint.beside_s": beside_s,
             "idle_share": seconds["seconds.wait"] / total_s,
             "tokens_per_s": result.metrics.get("tokens.forward", 0.0) / learn_s,
             "drops.other_run": float(batch.other_run),
@@ -95,6 +99,7 @@ def step_record(
         root_before=before.root,
         root_after=result.state.root,
         checkpoint=saved,
+        checkpoints_pruned=pruned,
         started_ms=started_ms,
         ended_ms=ended_ms,
     )

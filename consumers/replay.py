@@ -9,7 +9,7 @@ equal (`consumers.causes`), new steps (`consumers.training`).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 
 from headrace import log
 from headrace.bus.protocol import Bus
+from headrace.consumers import kept
 from headrace.consumers.batches import entries_of, positions_by_name
 from headrace.consumers.ledger import Ledger
 from headrace.consumers.start import first_state
@@ -144,19 +145,19 @@ class Replayed:
 
 def live_checkpoints(ledger: Ledger) -> dict[int, Checkpoint]:
     """Step -> checkpoint, of those that the ledger names and has not given up since."""
-    live: dict[int, Checkpoint] = {}
-    for record in ledger.steps:
-        if record.checkpoint is not None:
-            step = record.checkpoint.step
-            live[record.step if step is None else step] = record.checkpoint
-        for pruned in record.checkpoints_pruned:
-            live.pop(pruned, None)
-    return live
+    return kept.live(ledger.steps)
 
 
-async def newest_state(source: Source, step: int) -> State:
-    """The newest state at or before `step` that checks out: a live checkpoint, else the seed. A checkpoint
-    that does not is passed over, aloud. Raises StoreUnavailable, TrainingError."""
+def say_refused(step: int, error: StoreError) -> None:
+    """A checkpoint that is passed over is an event of the log."""
+    log.event(_logger, "alarm", level=logging.WARNING, kind="checkpoint_refused", step=step, reason=error)
+
+
+async def newest_state(
+    source: Source, step: int, *, refused: Callable[[int, StoreError], None] = say_refused
+) -> State:
+    """The newest state at or before `step` that checks out: a live checkpoint, else the seed. `refused` is
+    told of each checkpoint that does not. Raises StoreUnavailable, TrainingError."""
     live = live_checkpoints(source.ledger)
     for at in sorted((at for at in live if at <= step), reverse=True):
         try:
@@ -164,7 +165,7 @@ async def newest_state(source: Source, step: int) -> State:
         except StoreUnavailable:
             raise
         except StoreError as error:
-            log.event(_logger, "checkpoint_refused", level=logging.WARNING, step=at, reason=error)
+            refused(at, error)
             continue
         log.event(_logger, "checkpoint_read", step=at, root=state.root[:12])
         return state
@@ -202,7 +203,7 @@ async def replay(
     change: Change = lambda settings: settings,
     select: Select = lambda entries: entries,
     cancelled: Callable[[], bool] = lambda: False,
-) -> AsyncIterator[Replayed]:
+) -> AsyncGenerator[Replayed, None]:
     """Steps `state.step + 1` to `last`, each from the state that the one before left, equal or not.
 
     `change`: of each step's own settings (what if they had been others). `select`: of its records (what if

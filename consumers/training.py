@@ -19,24 +19,24 @@ import msgspec
 import torch
 
 from headrace import failpoints, log
-from headrace.bus.dead_letters import dead_letter
 from headrace.bus.protocol import Bus, Message, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers import publishing
 from headrace.consumers.batches import Batch, Batches, positions_of
+from headrace.consumers.checkpoints import Checkpoints
 from headrace.consumers.ledger import Ledger, read_ledger, step_record
 from headrace.consumers.recovery import recover
 from headrace.errors import BusUnavailable, Fenced, StoreUnavailable
 from headrace.kernels import invariant
 from headrace.policy.checkpoint import load_seed
 from headrace.policy.model import ModelConfig, Weights
-from headrace.store.blobs import Blob, Blobs
+from headrace.store.blobs import GRACE_MS, Blobs
 from headrace.trainer import checkpoint, provenance
 from headrace.trainer.config import StepSettings, TrainerConfig
 from headrace.trainer.learner import Cancelled
 from headrace.trainer.state import State
-from headrace.trainer.step import StepResult, run_step
+from headrace.trainer.step import run_step
 from headrace.wire.codec import encode
 from headrace.wire.records import Checkpoint, Record, TrainStep, WeightsPublished
 from headrace.wire.topics import EXPERIENCE, TRAIN_STEPS, WEIGHTS
@@ -57,6 +57,7 @@ async def run(
     *,
     seed: tuple[ModelConfig, Weights] | None = None,
     clock: Clock | None = None,
+    grace_ms: int = GRACE_MS,
 ) -> None:
     """Trains until step `run.steps_max` is in the ledger or `stop` is set.
 
@@ -65,7 +66,7 @@ async def run(
     BusUnavailable and StoreUnavailable when they stay away for longer than `outage_ms_max`.
     """
     with ThreadPoolExecutor(1, "trainer", _prepare_torch, (config.threads,)) as executor:
-        trainer = _Trainer(bus, run, config, blobs, stop, executor, clock or SystemClock())
+        trainer = _Trainer(bus, run, config, blobs, stop, executor, clock or SystemClock(), grace_ms)
         try:
             await trainer.prepare(seed)
             await trainer.run()
@@ -94,6 +95,7 @@ class _Trainer:
         stop: asyncio.Event,
         executor: ThreadPoolExecutor,
         clock: Clock,
+        grace_ms: int,
     ) -> None:
         self._bus = bus
         self._run = run
@@ -102,11 +104,11 @@ class _Trainer:
         self._stop = stop
         self._executor = executor
         self._clock = clock
+        self._named_within_s = grace_ms / 2000
         self._name = f"trainer-{run.name}"
         # What a run began with is no setting of a step, and a path none of a ledger.
         self._settings = StepSettings(run=run, trainer=msgspec.structs.replace(config, start_from=""))
         self._held: list[State] = []
-        self._checkpoints: list[Checkpoint] = []
         self._away_since_s: float | None = None
         self._commit_s = 0.0
 
@@ -126,6 +128,7 @@ class _Trainer:
         """Serves from one outage to the next."""
         while not self._stop.is_set():
             try:
+                await self._look_before_fencing()
                 async with self._bus.transactor(self._name) as transactor:  # fences, then looks
                     self._away_since_s = None
                     await self._serve(transactor)
@@ -138,16 +141,26 @@ class _Trainer:
                 log.event(_logger, "unavailable", level=logging.WARNING, reason=error, away_ms=round(away_ms))
                 await asyncio.sleep(RETRY_S)
 
+    async def _look_before_fencing(self) -> None:
+        """Raises Fenced when another trainer went on while this one was away: it must not be stopped now."""
+        if self._held and (found := await read_ledger(self._bus, self._run.name)).version > self.state_step:
+            raise Fenced(
+                f"trainer: expected the ledger to end at step {self.state_step}, found step {found.version}:"
+                " another trainer of this run went on"
+            )
+
     async def _serve(self, transactor: Transactor) -> None:
         ledger = await read_ledger(self._bus, self._run.name)
         state = await self._recover(ledger)
         if 0 not in ledger.published:
             await self._publish_seed(transactor, state)
         self._held = [state]
-        self._checkpoints = [step.checkpoint for step in ledger.steps if step.checkpoint]
         log.event(_logger, "trainer_start", run=self._run.name, step=state.step, root=state.root[:12])
         positions = await self._bus.begins([EXPERIENCE.name]) | positions_of(state.positions)
-        async with self._bus.reader(positions) as reader:
+        checkpoints = Checkpoints(
+            self._blobs, self._config, self._run.name, ledger.steps, named_within_s=self._named_within_s
+        )
+        async with self._bus.reader(positions) as reader, checkpoints:
             batches = Batches(
                 reader,
                 self._blobs,
@@ -160,7 +173,7 @@ class _Trainer:
                 batch = await batches.next(state.seen, self._stop)
                 if batch is None:
                     return
-                state = await self._step(transactor, state, batch)
+                state = await self._step(transactor, state, batch, checkpoints)
         log.event(_logger, "trainer_end", step=state.step)
 
     async def _recover(self, ledger: Ledger) -> State:
@@ -192,7 +205,9 @@ class _Trainer:
         message = self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/0")
         await transactor.commit([message], group=self._name, positions=positions_of(state.positions))
 
-    async def _step(self, transactor: Transactor, state: State, batch: Batch) -> State:
+    async def _step(
+        self, transactor: Transactor, state: State, batch: Batch, checkpoints: Checkpoints
+    ) -> State:
         # 1 learn  2 store the blobs  3 one transaction: ledger, announcement, dead letters, offsets. A crash
         # after 2 leaves orphan blobs, no more; an unknown outcome of 3 is looked up by `_recover`.
         started_s, started_ms = time.monotonic(), self._clock.now_ms()
@@ -209,13 +224,19 @@ class _Trainer:
         failpoints.reach("trainer.learned")
         learned_s = time.monotonic()
         announced = await self._store_version(result.state, state)
-        saved = await self._store_checkpoint(result.state)
+        naming = await checkpoints.to_name(result.state, last=result.state.step == self._run.steps_max)
         failpoints.reach("trainer.uploaded")
         stored_s = time.monotonic()
+        if stored_s - learned_s > self._named_within_s:  # stopped, or slow: a sweep may be taking its blobs
+            raise StoreUnavailable(
+                f"step {result.state.step}: expected its blobs to be named within"
+                f" {self._named_within_s:.0f} s, {stored_s - learned_s:.0f} s have passed"
+            )
         seconds = {
             "seconds.wait": batch.wait_s,
             "seconds.learn": learned_s - started_s,
-            "seconds.store": stored_s - learned_s,
+            "seconds.store": stored_s - learned_s - naming.seconds,
+            "seconds.checkpoint": naming.seconds,
             "seconds.commit": self._commit_s,
         }
         record = step_record(
@@ -225,16 +246,18 @@ class _Trainer:
             settings=self._settings,
             now=self._provenance,
             seconds=seconds,
-            saved=saved,
+            beside_s=checkpoints.beside_s(started_s),
+            saved=naming.checkpoint,
+            pruned=naming.pruned,
             started_ms=started_ms,
-            ended_ms=self._clock.now_ms(),
+            ended_ms=started_ms + round((stored_s - started_s) * 1000),  # the wall clock may be set back
         )
         self._held = [state, result.state]
         await transactor.commit(
             [
                 self._message(TRAIN_STEPS.name, record, f"{self._run.name}/step/{record.step}"),
                 self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/{record.step}"),
-                *self._dead_letters(result, batch),
+                *batch.dead_letters(result.admission.malformed, self._clock.now_ms()),
             ],
             group=self._name,
             positions=positions_of(batch.positions),
@@ -243,7 +266,7 @@ class _Trainer:
         self._commit_s = time.monotonic() - stored_s
         self._held = [result.state]
         self._log(record)
-        await self._forget_checkpoints(saved)
+        checkpoints.committed(result.state, naming)
         return result.state
 
     async def _store_version(self, state: State, previous: State) -> WeightsPublished:
@@ -252,33 +275,6 @@ class _Trainer:
         return await publishing.store(
             self._blobs, packed, run_name=self._run.name, now_ms=self._clock.now_ms()
         )
-
-    async def _store_checkpoint(self, state: State) -> Checkpoint | None:
-        """Every `checkpoint_every` steps and at the last one."""
-        if state.step % self._config.checkpoint_every and state.step != self._run.steps_max:
-            return None
-        data = await self._compute(lambda: checkpoint.encode(state, self._run.name))
-        blob: Blob = await self._blobs.put(data, halfway=lambda: failpoints.reach("checkpoint.written_half"))
-        failpoints.reach("checkpoint.uploaded")
-        return Checkpoint(uri=blob.uri, sha256=blob.sha256)
-
-    async def _forget_checkpoints(self, saved: Checkpoint | None) -> None:
-        """After the newest is in the ledger; without the old ones the ledger can still be replayed from the
-        seed."""
-        if saved is None:
-            return
-        self._checkpoints.append(saved)
-        kept = self._config.checkpoints_kept
-        for old in self._checkpoints[:-kept]:
-            await self._blobs.delete(old.uri)
-        del self._checkpoints[:-kept]
-
-    def _dead_letters(self, result: StepResult, batch: Batch) -> list[Message]:
-        now_ms = self._clock.now_ms()
-        return [
-            dead_letter(batch.deliveries[entry.place], error, by="trainer", now_ms=now_ms)
-            for entry, error in result.admission.malformed
-        ]
 
     def _message(self, topic: str, record: Record, event_id: str) -> Message:
         now_ms = self._clock.now_ms()

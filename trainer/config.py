@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config import RunConfig
+from headrace.config import AtLeastOne, AtLeastZero, RunConfig
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +46,19 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Advantage (r - mean) / (std + 1e-6) instead of r - mean."""
     sequence_tokens_max: int = 512
     """Prompt and own part together; a longer member is withheld."""
-    microbatch_groups: int = 4
-    """Groups in one forward and backward; part of the result's bits."""
+    microbatch_groups: int = 8
+    """Groups in one forward and backward: speed and memory, not the result."""
     threads: int = 1
-    """Of torch; part of the result's bits."""
+    """Of torch, in each rank: speed, not the result."""
     loss: LossConfig = LossConfig()
-    checkpoint_every: int = 10
-    """Steps between checkpoints: what a restart computes again, at most."""
-    checkpoints_kept: int = 2
+    checkpoint_every: AtLeastOne = 10
+    """Steps between checkpoints: about what a restart computes again, at most."""
+    checkpoints_kept: AtLeastOne = 2
+    """The newest ones, of which the last but one is for the day the last is damaged."""
+    checkpoints_forever_every: AtLeastZero = 0
+    """The first checkpoint from each multiple of so many steps on is kept for ever; 0: none."""
+    sweep_every_ms: AtLeastZero = 3_600_000
+    """How often the trainer removes blobs that nobody names (docs/training.md); 0: never."""
     full_every: int = 20
     """Versions between full snapshots; the others are deltas against the version before."""
     alarm_ms: int = 60_000

@@ -85,7 +85,9 @@ def test_a_corrupt_checkpoint_is_refused_and_the_one_before_used(
     async def scenario() -> None:
         async with place.opened() as bus:
             await bus.produce(messages(place.groups(8)))
-            steps = await place.train(bus)
+            config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
+            steps = await place.train(bus, place.until(2), config)
+            steps = await place.train(bus, place.until(3), config)
             newest = steps[-1].checkpoint
             assert newest is not None
             (place.directory / "store" / newest.uri).write_bytes(damage)
@@ -93,7 +95,7 @@ def test_a_corrupt_checkpoint_is_refused_and_the_one_before_used(
             check_whole(steps, place.units(8))
 
     asyncio.run(scenario())
-    assert "checkpoint_refused step=3" in caplog.text
+    assert "alarm kind=checkpoint_refused step=3" in caplog.text
     assert "checkpoint_read step=2" in caplog.text
     assert "replayed step=3" in caplog.text
 

@@ -27,6 +27,9 @@ TRIES_MAX: Final = 4
 BACKOFF_S: Final = 0.2
 """Before the second try; doubles."""
 
+GRACE_MS: Final = 3_600_000
+"""An hour: who puts a blob has to have named it by then, or a sweep takes it."""
+
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _T = TypeVar("_T")
 
