@@ -164,7 +164,7 @@ def tokens_generated(rollout: Rollout) -> int:
 async def entries_of(bus: Bus, blobs: BlobReader, step: TrainStep) -> list[Entry]:
     """The records of a step in the ledger, in its order, as they were judged then. Raises StoreError that
     names every record which is gone, or the first that is another than the ledger says."""
-    deliveries = await _fetch(bus, step)
+    deliveries = await fetch(bus, step)
     entries = []
     malformed = {drop.group_id for drop in step.drops if drop.reason == "malformed"}
     for consumed in step.consumed:
@@ -184,8 +184,8 @@ async def entries_of(bus: Bus, blobs: BlobReader, step: TrainStep) -> list[Entry
     return entries
 
 
-async def _fetch(bus: Bus, step: TrainStep) -> dict[Consumed, Delivery]:
-    """Raises StoreError that names the records which the log no longer has."""
+async def fetch(bus: Bus, step: TrainStep) -> dict[Consumed, Delivery]:
+    """The records of a step as they lie. Raises StoreError that names those which the log no longer has."""
     ranges: dict[TopicPartition, set[int]] = {}
     for item in step.consumed:
         ranges.setdefault(TopicPartition(item.topic, item.partition), set()).add(item.offset)

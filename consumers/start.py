@@ -52,7 +52,7 @@ async def first_state(
         place = f"{begun.checkpoint.uri}: start of run {run_name!r}"
         data = await blobs.get(begun.checkpoint.uri, begun.checkpoint.sha256)
         state = checkpoint.decode(data, run_name, place)
-        _check(state, model, place)
+        check_state(state, model, place)
     else:
         state = fresh(weights, dict(positions))
     expected = begun.root if begun is not None else ledger.steps[0].root_before
@@ -72,11 +72,11 @@ def read_start(path: Path, model: ModelConfig, positions: Mapping[str, int]) -> 
     except OSError as error:
         raise ConfigError(f"{path}: expected a checkpoint to start from: {error.strerror}") from error
     state = checkpoint.decode(data, None, str(path))
-    _check(state, model, str(path))
+    check_state(state, model, str(path))
     return replace(state, step=0, positions=dict(positions), seen={})
 
 
-def _check(state: State, model: ModelConfig, place: str) -> None:
+def check_state(state: State, model: ModelConfig, place: str) -> None:
     """Raises StoreError unless the tensors are of this model and the weights have the root that they claim:
     the file may come from anywhere."""
     try:
