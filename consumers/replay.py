@@ -173,11 +173,16 @@ async def newest_state(
 
 
 async def state_before(
-    source: Source, step: int, *, now: Provenance, cancelled: Callable[[], bool] = lambda: False
+    source: Source,
+    step: int,
+    *,
+    now: Provenance,
+    start: State | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> State:
-    """The state that `step` started from, every step on the way to it equal to its record. Raises
-    TrainingError at the first that is not."""
-    state = await newest_state(source, step - 1)
+    """The state that `step` started from, every step on the way to it equal to its record. `start`: where the
+    way begins, the newest state if None. Raises TrainingError at the first that is not equal."""
+    state = start or await newest_state(source, step - 1)
     async for done in replay(source, state, step - 1, cancelled=cancelled):
         check_root(source, done, now)
         state = done.result.state

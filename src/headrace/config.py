@@ -61,6 +61,18 @@ def resolve(
         raise ConfigError(f"configuration: {error}") from error
 
 
+def changed(config: _T, flags: Mapping[str, str]) -> _T:
+    """`config` with some settings replaced, by dotted name. Raises ConfigError with the name and the nearest
+    known one, or what its value should be."""
+    tree = msgspec.to_builtins(config)
+    for dotted, value in flags.items():
+        _merge(tree, _checked(type(config), _nested(dotted, value), dotted))
+    try:
+        return msgspec.convert(tree, type(config), strict=False, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{', '.join(flags)}: {error}") from error
+
+
 def canonical_json(config: msgspec.Struct) -> str:
     """All fields, defaults included, keys sorted: what goes into the ledger."""
     return msgspec.json.encode(msgspec.to_builtins(config), order="sorted").decode()
