@@ -137,7 +137,7 @@ class _Passes:
                 self._microbatch(numbers, weights, old_N, sums, report)
             except TrainingError as error:
                 raise TrainingError(f"{places}: {error}") from error
-        self._ranks.total([*sums.sums.values(), report.numbers])
+        self._ranks.total([*(sums.sums[name] for name in sorted(sums.sums)), report.numbers])
         return sums.gradients(), report
 
     def _microbatches(self) -> list[range]:

@@ -33,7 +33,7 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def total(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor (int64 or float64) by its sum over all ranks."""
+        """Replaces each tensor (int64 or float64) by its sum over all ranks, which give them in one order."""
         ...
 
     def agree(self, what: str, text: str) -> None:
