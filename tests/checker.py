@@ -1,30 +1,40 @@
 """An independent reader of a run's log: does what stands there keep the promises?
 
-It knows the records and the bus, and nothing of the code that wrote them. `audit` is a pure function of the
-deliveries, and answers with one sentence for each broken promise, its place first. Not tests.
+It knows the records and the bus, and nothing of the code that wrote them: not the trainer's, not the join's,
+not the feed's. `audit` is a pure function of the deliveries, and answers with one sentence for each broken
+promise, its place first. Not here: blobs, and computing a step again (`chaos.verdict`). Not tests.
 """
 
+import hashlib
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.bus.protocol import Bus, Delivery
+from headrace.bus.protocol import Bus, Delivery, Positions, TopicPartition
 from headrace.errors import WireError
 from headrace.wire.codec import decode
 from headrace.wire.records import (
     DeadLetter,
     Experience,
+    GroupFailed,
     Prompt,
     Record,
+    Reward,
     Rollout,
+    RolloutStep,
     TrainStep,
     WeightsAck,
     WeightsPublished,
 )
 
-READ = ("prompts", "experience", "train.steps", "weights", "weights.acks", "dead.letters")
+READ = (
+    *("prompts", "rollout.steps", "rewards", "experience"),
+    *("train.steps", "weights", "weights.acks", "dead.letters"),
+)
 
 Log = Mapping[str, Sequence[Delivery]]
 """Deliveries by topic."""
@@ -45,6 +55,8 @@ def audit(log: Log, run: str) -> list[str]:
     """What is wrong with the run, in sentences; [] when nothing is."""
     view = _View.of(log, run)
     return [
+        *_issued_in_order(view),
+        *_joined(view),
         *_ledger(view),
         *_weights(view),
         *_once(view),
@@ -58,8 +70,47 @@ def unaccounted(log: Log, run: str) -> list[str]:
     """Prompts of the run that no step has trained or dropped, oldest first: [] once a run has come to its
     end."""
     view = _View.of(log, run)
-    fates = {unit.group_id for step in view.steps for unit in step.consumed}
-    return [group_id for group_id in view.prompts if group_id not in fates]
+    return list(_open(view))
+
+
+def in_flight(log: Log, run: str, workers: Positions) -> tuple[dict[str, str], list[str]]:
+    """Where each unaccounted prompt is, by its group, and what is wrong: a prompt that nothing will bring on.
+
+    `workers`: what the consumer group of the run's workers has committed. A stopped run is meant: on one that
+    goes on, the positions are older than the log.
+    """
+    view = _View.of(log, run)
+    reached_ms = max((delivery.timestamp_ms for found in log.values() for delivery in found), default=0)
+    read = _reached(view.steps[-1]) if view.steps else {}
+    closed = {record.group_id: place for place, record in view.experience.items() if record is not None}
+    found, lost = {}, []
+    for group_id, (place, prompt) in _open(view).items():
+        topic, partition, offset = place
+        if group_id in closed and closed[group_id][2] >= read.get(closed[group_id][:2], 0):
+            found[group_id] = "closed, for the trainer to read"
+        elif group_id in closed:
+            lost.append(f"{group_id}: lost: closed at {closed[group_id]}, behind the trainer's position")
+        elif offset >= workers.get(TopicPartition(topic, partition), 0):
+            found[group_id] = "issued, for a worker to roll out"
+        elif view.written_in_full(prompt):
+            found[group_id] = "rolled out, for the join to close"
+        elif prompt.deadline_ms <= reached_ms:
+            found[group_id] = "past its deadline, for the join to close"
+        else:
+            lost.append(f"{group_id}: lost: the workers are past {place}, and its records are not whole")
+    return found, lost
+
+
+def committed_wrongly(log: Log, run: str, trainer: Positions) -> list[str]:
+    """Positions of the trainer's consumer group that are not those of the ledger's last step: an offset that
+    was counted without its step, or a step without its offsets."""
+    view = _View.of(log, run)
+    return [
+        f"trainer-{run}: committed {TopicPartition(*tp)}@{trainer.get(TopicPartition(*tp))}, the ledger ends"
+        f" at {position}"
+        for tp, position in (_reached(view.steps[-1]) if view.steps else {}).items()
+        if trainer.get(TopicPartition(*tp)) != position
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +118,21 @@ class _View:
     """The records of one run, in the order of the log."""
 
     run: str
-    prompts: list[str]
-    steps: list[TrainStep]
-    published: list[WeightsPublished]
-    acks: list[WeightsAck]
-    experience: dict[Place, Experience | None]
+    prompts: list[tuple[Place, Prompt]] = field(default_factory=list)
+    turns: dict[tuple[str, int, int], list[RolloutStep]] = field(default_factory=lambda: defaultdict(list))
+    """By group, member and attempt; a worker that was killed may have written one twice."""
+    rewards: dict[tuple[str, int, int], list[Reward]] = field(default_factory=lambda: defaultdict(list))
+    given_up: set[str] = field(default_factory=set)
+    steps: list[TrainStep] = field(default_factory=list)
+    published: list[WeightsPublished] = field(default_factory=list)
+    acks: list[WeightsAck] = field(default_factory=list)
+    experience: dict[Place, Experience | None] = field(default_factory=dict)
     """None: bytes that are no record; they are the run's as much as anybody's."""
-    letters: set[Place]
+    letters: set[Place] = field(default_factory=set)
 
     @classmethod
     def of(cls, log: Log, run: str) -> "_View":
-        view = cls(run, [], [], [], [], {}, set())
+        view = cls(run)
         for topic in READ:
             for delivery in log.get(topic, ()):
                 record = _record(delivery)
@@ -92,7 +147,13 @@ class _View:
     def _take(self, delivery: Delivery, record: Record | None) -> None:
         match record:
             case Prompt():
-                self.prompts.append(record.group_id)
+                self.prompts.append((_place(delivery), record))
+            case RolloutStep():
+                self.turns[record.group_id, record.member, record.attempt].append(record)
+            case Reward():
+                self.rewards[record.group_id, record.member, record.attempt].append(record)
+            case GroupFailed():
+                self.given_up.add(record.group_id)
             case TrainStep():
                 self.steps.append(record)
             case WeightsPublished():
@@ -101,6 +162,59 @@ class _View:
                 self.acks.append(record)
             case Experience():
                 self.experience[_place(delivery)] = record
+
+    def written_in_full(self, prompt: Prompt) -> bool:
+        """A worker gave the group up, or wrote all that its closing needs."""
+        return prompt.group_id in self.given_up or all(
+            any(
+                any(turn.last for turn in turns)
+                and set(prompt.components) <= {reward.component for reward in self.rewards[key]}
+                for key, turns in list(self.turns.items())
+                if key[:2] == (prompt.group_id, member)
+            )
+            for member in range(prompt.group_size)
+        )
+
+
+def _open(view: _View) -> dict[str, tuple[Place, Prompt]]:
+    """Prompts that no step has trained or dropped."""
+    fates = {unit.group_id for step in view.steps for unit in step.consumed}
+    return {p.group_id: (place, p) for place, p in view.prompts if p.group_id not in fates}
+
+
+def _reached(step: TrainStep) -> dict[tuple[str, int], int]:
+    split = ((name.rpartition("/"), position) for name, position in step.positions.items())
+    return {(topic, int(partition)): position for (topic, _, partition), position in split}
+
+
+def _issued_in_order(view: _View) -> Iterator[str]:
+    """The feed's ids are numbered, and none is left out."""
+    ids = (re.fullmatch(re.escape(view.run) + r"-(\d{7,})", prompt.group_id) for _, prompt in view.prompts)
+    numbers = {int(match[1]) for match in ids if match}
+    for number in sorted(set(range(max(numbers, default=-1) + 1)) - numbers):
+        yield f"prompts: number {number} was never issued"
+
+
+def _joined(view: _View) -> Iterator[str]:
+    """A closed group holds what workers and judges wrote, and its rewards are what their parts make."""
+    weights = {prompt.group_id: prompt.components for _, prompt in view.prompts}
+    for place, record in view.experience.items():
+        for rollout in record.rollouts if record is not None else ():
+            assert record is not None
+            key = (record.group_id, rollout.member, rollout.attempt)
+            where = f"{place}: {record.group_id}/{rollout.member}"
+            if any(turn not in view.turns[key] for turn in rollout.steps):
+                yield f"{where}: holds a turn that no worker wrote"
+            scores = {(reward.component, reward.value) for reward in view.rewards[key]}
+            for score in rollout.components.items():
+                if score not in scores:
+                    yield f"{where}: {score[0]} {score[1]}, which nobody judged"
+            parts = [
+                weight * rollout.components.get(name, math.nan)
+                for name, weight in weights.get(record.group_id, {}).items()
+            ]
+            if rollout.reward is not None and not math.isclose(rollout.reward, sum(parts), abs_tol=1e-9):
+                yield f"{where}: reward {rollout.reward}, its parts make {sum(parts)}"
 
 
 def _ledger(view: _View) -> Iterator[str]:
@@ -112,6 +226,8 @@ def _ledger(view: _View) -> Iterator[str]:
             yield f"step {step.step}: goes from version {step.version_from} to {step.version_to}"
         if index and step.root_before != view.steps[index - 1].root_after:
             yield f"step {step.step}: begins with root {step.root_before}, which no step left"
+        if hashlib.sha256(step.config.encode()).hexdigest() != step.config_sha256:
+            yield f"step {step.step}: its settings are not those of their hash"
 
 
 def _weights(view: _View) -> Iterator[str]:
@@ -136,7 +252,7 @@ def _once(view: _View) -> Iterator[str]:
     trained = Counter(group_id for step in view.steps for group_id in step.admitted)
     closed = Counter(record.group_id for record in view.experience.values() if record is not None)
     for what, counts in (
-        ("issued", Counter(view.prompts)),
+        ("issued", Counter(prompt.group_id for _, prompt in view.prompts)),
         ("closed", closed),
         ("consumed", consumed),
         ("trained", trained),
@@ -144,9 +260,8 @@ def _once(view: _View) -> Iterator[str]:
         for name, count in counts.items():
             if count > 1:
                 yield f"{name}: {what} {count} times"
-    for group_id in closed:
-        if group_id not in view.prompts:
-            yield f"{group_id}: closed, and was never issued"
+    for group_id in closed.keys() - {prompt.group_id for _, prompt in view.prompts}:
+        yield f"{group_id}: closed, and was never issued"
 
 
 def _answered(view: _View) -> Iterator[str]:

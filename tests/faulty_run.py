@@ -98,6 +98,11 @@ class Watch:
             case DeadLetter():
                 self.letters[at(record.topic, record.partition, record.offset)].append(record)
 
+    @property
+    def served(self) -> int:
+        """The newest version that a replica has acknowledged."""
+        return max((ack.version for ack in self.serving if ack.outcome == "serving"), default=0)
+
     def rolling(self, worker: str) -> bool:
         """The worker has groups whose first turns are out and whose rewards are not."""
         return bool(self.begun[worker] - self.judged)
