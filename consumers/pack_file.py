@@ -15,6 +15,7 @@ not, for nothing is signed. Here: writing. Reading: `consumers.pack_reader`; wha
 import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Literal, Self
@@ -69,10 +70,15 @@ class PackWriter:
         self._staged = path.with_name(f".{path.name}.{os.getpid()}.staged")
         self._names: set[str] = set()
         self._hash = hashlib.sha256()
+        self.bytes = SEAL_BYTES
+        """Of the file, so far, when it is sealed."""
 
     def __enter__(self) -> Self:
         self._refuse_existing()
-        self._file: BinaryIO = self._staged.open("wb")
+        try:
+            self._file: BinaryIO = self._staged.open("wb")
+        except OSError as error:
+            raise ConfigError(f"{self._path}: expected a place to write to: {error.strerror}") from error
         self._write(msgpack.packb({"format": FORMAT, "version": VERSION}))
         return self
 
@@ -81,13 +87,10 @@ class PackWriter:
     ) -> None:
         try:
             if kind is None:
-                self._file.write(_SEAL_HEAD + self._hash.digest())
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._refuse_existing()
-                self._staged.replace(self._path)
+                self._seal()
         finally:
-            self._file.close()
+            with suppress(OSError):  # a full disk has been reported by the write before
+                self._file.close()
             self._staged.unlink(missing_ok=True)
 
     def __contains__(self, name: str) -> bool:
@@ -110,10 +113,24 @@ class PackWriter:
             self._write(msgpack.packb(stored[start : start + CHUNK_BYTES]))
         self._names.add(name)
 
+    def _seal(self) -> None:
+        try:
+            self._file.write(_SEAL_HEAD + self._hash.digest())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._refuse_existing()
+            self._staged.replace(self._path)
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't be written: {error.strerror}") from error
+
     def _refuse_existing(self) -> None:
         if self._path.exists() and not self._force:
             raise ConfigError(f"{self._path}: exists already; give --force to write it anew")
 
     def _write(self, content: bytes) -> None:
         self._hash.update(content)
-        self._file.write(content)
+        self.bytes += len(content)
+        try:
+            self._file.write(content)
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't be written: {error.strerror}") from error
