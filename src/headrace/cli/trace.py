@@ -21,9 +21,9 @@ from headrace.wire.codec import at
 from headrace.wire.topics import PROMPTS, TOPICS
 
 DETAIL = """ID is a group (demo-0000042), one rollout of it (demo-0000042/3), a suggestion, or the id of an
-event (header ce_id). Shown: written, rolled out (each turn, with the weights of its tokens), rewarded, joined,
-trained or dropped and why, announced, served; dead letters of it too. `since` counts from its first record.
-Served: each replica's first weights with the unit in them."""
+event (header ce_id). Shown: written, rolled out (each turn, with the weights of its tokens), rewarded,
+joined, trained or dropped and why, announced, served; dead letters of it too. `since` counts from its
+first record. Served: each replica's first weights with the unit in them."""
 
 NEAREST_OF = 5_000
 """Newest group ids among which a misspelt one is looked for."""
