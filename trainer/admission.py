@@ -23,9 +23,9 @@ Reason = Literal[
     "incomplete",  # a member, or a required reward, never came
     "quarantined",  # a guard does not trust one of its rollouts
     "zero_advantage",  # all rewards are equal
-    "stale",  # older than lag_versions_max
     "over_long",  # more tokens than sequence_tokens_max
     "empty",  # nothing in it is trained
+    "stale",  # older than lag_versions_max; last, since all others follow from the records alone
 ]
 MALFORMED: Final = "malformed"
 REWARD_MAX: Final = 1e6
@@ -120,7 +120,7 @@ def _admit_group(
     """Adds the group as a unit, or as a drop when none of its members is left."""
     reasons = [reason for reason in withheld.values() if reason]
     if len(reasons) == len(members):
-        answer.drops.append(_drop(experience, reasons[0]))
+        answer.drops.append(_drop(experience, "stale" if "stale" in reasons else reasons[0]))
         return
     values = advantages([_reward(rollout) for rollout in experience.rollouts], scale_std=scale_std)
     kept = [(m, a) for m, a in zip(members, values, strict=True) if not withheld[m.member]]
@@ -190,11 +190,11 @@ def _members(experience: Experience, version: int, model: ModelConfig) -> list[s
 
 
 def _member_reason(member: sequence.Sequence, oldest: int, tokens_max: int) -> Reason | None:
-    if member.oldest_version < oldest:
-        return "stale"
     if member.tokens > tokens_max:
         return "over_long"
-    return None if member.tokens_trained else "empty"
+    if not member.tokens_trained:
+        return "empty"
+    return "stale" if member.oldest_version < oldest else None
 
 
 def _reward(rollout: Rollout) -> float:

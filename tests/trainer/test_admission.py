@@ -103,6 +103,13 @@ def test_all_members_stale() -> None:
     assert len(_admit(pair("g", version=2), version=4).units) == 1
 
 
+def test_what_the_record_alone_says_comes_before_staleness() -> None:
+    """Old and too long is over_long at any version; one member that is only old makes a group stale."""
+    long = [rollout(member, float(member), [((), range(9, 22))], version=1) for member in (0, 1)]
+    assert {_reason(experience("g", long), version=version) for version in (1, 4)} == {"over_long"}
+    assert _reason(experience("g", [long[0], rollout(1, 1.0, version=1)]), version=4) == "stale"
+
+
 def test_tokens_from_the_future_are_refused() -> None:
     """A version above ours is of another incarnation of the run: never a negative lag."""
     answer = _admit(pair("g", version=3), version=2)

@@ -44,9 +44,9 @@ code 1 when the two sides differ in any unit (the first ten are listed, with --a
 
 `lost` are failed, incomplete, malformed, stale and over_long: reasons that say nothing about how good the
 rollouts were; `set aside` are the others (zero_advantage, quarantined, empty). Long rollouts (above
-the median length) are tested against the others with Fisher's exact test, one-sided, twice: lost on their way
-(failed, incomplete, malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p < 0.01
-is a warning. A group that closed with nothing has no known length and is left out."""
+the median length) are tested against the others with Fisher's exact test, one-sided, twice: lost on their
+way (failed, incomplete, malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p
+< 0.01 is a warning. A group that closed with nothing has no known length and is left out."""
 
 SNAPSHOT_TRIES = 40
 SNAPSHOT_PAUSE_S = 0.05
@@ -158,9 +158,9 @@ async def _account(bus: Bus, where: Place, args: argparse.Namespace) -> int:
 
 def lines(told: Account, differences_max: int = DIFFERENCES_SHOWN) -> list[str]:
     """The account as a person reads it."""
-    from headrace.cli.tables import draw
-
     import textwrap
+
+    from headrace.cli.tables import draw
 
     found, cells = told.found, len(told.found.ledger | told.found.topics)
     trained = sum(answer.outcome == TRAINED for answer in told.ledger.answers.values())
