@@ -20,7 +20,7 @@ from headrace.wire.topics import WEIGHTS
 
 if TYPE_CHECKING:
     from headrace.consumers.ledger import Ledger
-    from headrace.consumers.replay import Source
+    from headrace.consumers.replay import Compute, Source
     from headrace.trainer.provenance import Provenance
     from headrace.trainer.state import State
 
@@ -58,23 +58,29 @@ async def ground(
     from headrace.cli.processes import blobs
     from headrace.consumers.replay import Source
     from headrace.policy.checkpoint import load_seed
-    from headrace.trainer import provenance
 
     name = run_name or where.settings.run.name
     ledger = await read_run(bus, name)
+    recorded = ledger.steps[-1].threads if ledger.steps else 1
+    async with computing(threads or recorded) as (compute, now, cancelled):
+        model, weights, _ = await compute(load_seed)
+        source = Source(bus, blobs(where), ledger, name, f"trainer-{name}", (model, weights), compute)
+        yield Ground(source, now, cancelled, [])
+
+
+@asynccontextmanager
+async def computing(threads: int) -> "AsyncIterator[tuple[Compute, Provenance, Callable[[], bool]]]":
+    """A thread that computes with `threads`, what this machine is, and what turns true when it is left."""
+    from headrace.trainer import provenance
+
     leaving = False
-    with ThreadPoolExecutor(
-        1, "replay", _prepare, (threads or (ledger.steps[-1].threads if ledger.steps else 1),)
-    ) as executor:
+    with ThreadPoolExecutor(1, "replay", _prepare, (threads,)) as executor:
 
         async def compute(call: Callable[[], Any]) -> Any:
             return await asyncio.get_running_loop().run_in_executor(executor, call)
 
         try:
-            model, weights, _ = await compute(load_seed)
-            now = await compute(provenance.collect)
-            source = Source(bus, blobs(where), ledger, name, f"trainer-{name}", (model, weights), compute)
-            yield Ground(source, now, lambda: leaving, [])
+            yield compute, await compute(provenance.collect), lambda: leaving
         finally:
             leaving = True
 

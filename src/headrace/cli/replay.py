@@ -105,12 +105,11 @@ async def show(
 
     source = found.source
     start = await found.newest_state(first - 1)
-    recorded = source.ledger.steps[start.step : last]
     notices = machine_notices(found, first, last)
     if not as_json:
         print("\n".join([*_opening(found, start, first, last), *notices, "", replay_rows.HEAD]), flush=True)
     verdicts: list[Verdict] = []
-    with replay_rows.progress(len(recorded), quiet=as_json) as advance:
+    with replay_rows.progress(last - start.step, quiet=as_json) as advance:
         walk = verify(
             source,
             start,
@@ -158,7 +157,7 @@ def machine_notices(found: Ground, first: int, last: int) -> list[str]:
     """What is not here as it was when the steps were computed, said before anything is."""
     from headrace.consumers import causes
 
-    steps = found.source.ledger.steps[first - 1 : last]
+    steps = [found.source.recorded(step) for step in range(first, last + 1)]
     others: list[Cause] = causes.elsewhere(steps, found.now)
     if not others:
         return ["code, libraries, threads and kernel probe: as they were then"]
@@ -194,7 +193,7 @@ def _document(
 ) -> dict[str, Any]:
     from headrace.consumers import causes
 
-    steps = found.source.ledger.steps[first - 1 : last]
+    steps = [found.source.recorded(step) for step in range(first, last + 1)]
     return {
         "run": found.source.run_name,
         "first": first,
