@@ -16,12 +16,17 @@ def live(steps: Iterable[TrainStep]) -> dict[int, Checkpoint]:
     """
     found: dict[int, Checkpoint] = {}
     for record in steps:
-        if record.checkpoint is not None:
-            step = record.checkpoint.step
-            found[record.step if step is None else step] = record.checkpoint
-        for pruned in record.checkpoints_pruned:
-            found.pop(pruned, None)
+        fold(found, record)
     return found
+
+
+def fold(found: dict[int, Checkpoint], record: TrainStep) -> None:
+    """What `live` does with one record more."""
+    if record.checkpoint is not None:
+        step = record.checkpoint.step
+        found[record.step if step is None else step] = record.checkpoint
+    for pruned in record.checkpoints_pruned:
+        found.pop(pruned, None)
 
 
 def given_up(steps: Collection[int], *, newest: int, forever_every: int) -> tuple[int, ...]:

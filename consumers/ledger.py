@@ -4,9 +4,11 @@ Read whole at the trainer's start and checked: steps without a hole, each beginn
 one before left. Not here: what a step computes (`trainer.step`).
 """
 
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from headrace import log
 from headrace.bus.protocol import Bus, Delivery
 from headrace.config import canonical_json, config_sha256
 from headrace.consumers.batches import Batch
@@ -18,6 +20,8 @@ from headrace.trainer.step import StepResult
 from headrace.wire.codec import decode
 from headrace.wire.records import Checkpoint, TrainStep, WeightsPublished
 from headrace.wire.topics import TRAIN_STEPS, WEIGHTS
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,20 @@ def step_record(
         checkpoints_pruned=pruned,
         started_ms=started_ms,
         ended_ms=ended_ms,
+    )
+
+
+def log_step(record: TrainStep) -> None:
+    """One line of the trainer's log."""
+    shown = ("loss", "reward.mean", "lag.mean", "mismatch.abs_max", "idle_share", "seconds.learn")
+    log.event(
+        _logger,
+        "step",
+        level=logging.INFO,
+        step=record.step,
+        trained=len(record.admitted),
+        dropped=len(record.drops),
+        **{name: record.metrics.get(name, "-") for name in shown},
     )
 
 

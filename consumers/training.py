@@ -22,14 +22,14 @@ from headrace import failpoints, log
 from headrace.bus.protocol import Bus, Message, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
-from headrace.consumers import publishing
+from headrace.consumers import identity, publishing, sweep
 from headrace.consumers.batches import Batch, Batches, positions_of
 from headrace.consumers.checkpoints import Checkpoints
-from headrace.consumers.ledger import Ledger, read_ledger, step_record
+from headrace.consumers.ledger import Ledger, log_step, read_ledger, step_record
 from headrace.consumers.recovery import recover
 from headrace.errors import BusUnavailable, Fenced, StoreUnavailable
 from headrace.kernels import invariant
-from headrace.policy.checkpoint import load_seed
+from headrace.policy.checkpoint import load_seed, weights_root
 from headrace.policy.model import ModelConfig, Weights
 from headrace.store.blobs import GRACE_MS, Blobs
 from headrace.trainer import checkpoint, provenance
@@ -38,7 +38,7 @@ from headrace.trainer.learner import Cancelled
 from headrace.trainer.state import State
 from headrace.trainer.step import run_step
 from headrace.wire.codec import encode
-from headrace.wire.records import Checkpoint, Record, TrainStep, WeightsPublished
+from headrace.wire.records import Checkpoint, Record, WeightsPublished
 from headrace.wire.topics import EXPERIENCE, TRAIN_STEPS, WEIGHTS
 
 _logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class _Trainer:
         self._stop = stop
         self._executor = executor
         self._clock = clock
+        self._grace_ms = grace_ms
         self._named_within_s = grace_ms / 2000
         self._name = f"trainer-{run.name}"
         # What a run began with is no setting of a step, and a path none of a ledger.
@@ -122,6 +123,7 @@ class _Trainer:
             model, weights, _ = await self._compute(load_seed)
             seed = model, weights
         self._seed = seed
+        self._seed_root = await self._compute(lambda: weights_root(seed[1]))
         self._provenance = await self._compute(provenance.collect)
 
     async def run(self) -> None:
@@ -142,25 +144,32 @@ class _Trainer:
                 await asyncio.sleep(RETRY_S)
 
     async def _look_before_fencing(self) -> None:
-        """Raises Fenced when another trainer went on while this one was away: it must not be stopped now."""
-        if self._held and (found := await read_ledger(self._bus, self._run.name)).version > self.state_step:
+        """Raises what keeps this process from being the run's trainer, so that it does not stop the one that
+        is: another seed or store, or the ledger went on while this one was away."""
+        ledger = await read_ledger(self._bus, self._run.name)
+        await identity.check_start(self._blobs, ledger, run=self._run, seed_root=self._seed_root)
+        if self._held and ledger.version > self.state_step:
             raise Fenced(
-                f"trainer: expected the ledger to end at step {self.state_step}, found step {found.version}:"
+                f"trainer: expected the ledger to end at step {self.state_step}, found step {ledger.version}:"
                 " another trainer of this run went on"
             )
 
     async def _serve(self, transactor: Transactor) -> None:
         ledger = await read_ledger(self._bus, self._run.name)
+        await identity.check_topics(self._bus, ledger, run=self._run, group=self._name)
         state = await self._recover(ledger)
-        if 0 not in ledger.published:
-            await self._publish_seed(transactor, state)
+        first = ledger.published.get(0) or await self._publish_seed(transactor, state)
+        await sweep.register(self._bus, self._blobs, first)
         self._held = [state]
         log.event(_logger, "trainer_start", run=self._run.name, step=state.step, root=state.root[:12])
         positions = await self._bus.begins([EXPERIENCE.name]) | positions_of(state.positions)
         checkpoints = Checkpoints(
             self._blobs, self._config, self._run.name, ledger.steps, named_within_s=self._named_within_s
         )
-        async with self._bus.reader(positions) as reader, checkpoints:
+        sweeping = sweep.sweeping(
+            self._bus, self._blobs, every_ms=self._config.sweep_every_ms, grace_ms=self._grace_ms
+        )
+        async with self._bus.reader(positions) as reader, checkpoints, sweeping:
             batches = Batches(
                 reader,
                 self._blobs,
@@ -191,7 +200,7 @@ class _Trainer:
             start_from=self._config.start_from,
         )
 
-    async def _publish_seed(self, transactor: Transactor, state: State) -> None:
+    async def _publish_seed(self, transactor: Transactor, state: State) -> WeightsPublished:
         """Announces version 0; with the whole state when it came from a file, for the log must be enough."""
         packed = await self._compute(lambda: publishing.pack(state, None, full_every=1))
         now_ms = self._clock.now_ms()
@@ -204,6 +213,7 @@ class _Trainer:
             announced = msgspec.structs.replace(announced, checkpoint=start)
         message = self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/0")
         await transactor.commit([message], group=self._name, positions=positions_of(state.positions))
+        return announced
 
     async def _step(
         self, transactor: Transactor, state: State, batch: Batch, checkpoints: Checkpoints
@@ -265,7 +275,7 @@ class _Trainer:
         failpoints.reach("trainer.committed")
         self._commit_s = time.monotonic() - stored_s
         self._held = [result.state]
-        self._log(record)
+        log_step(record)
         checkpoints.committed(result.state, naming)
         return result.state
 
@@ -283,15 +293,3 @@ class _Trainer:
 
     async def _compute(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-
-    def _log(self, record: TrainStep) -> None:
-        shown = ("loss", "reward.mean", "lag.mean", "mismatch.abs_max", "idle_share", "seconds.learn")
-        log.event(
-            _logger,
-            "step",
-            level=logging.INFO,
-            step=record.step,
-            trained=len(record.admitted),
-            dropped=len(record.drops),
-            **{name: record.metrics.get(name, "-") for name in shown},
-        )

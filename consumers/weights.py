@@ -293,6 +293,8 @@ class _Replica:
         others = [other for other in sorted(folder.glob("v*.safetensors")) if other != path]
         for other in others[: max(0, len(others) + 1 - self._relay.config.staged_max)]:
             other.unlink(missing_ok=True)
+        for unfinished in folder.glob("v*.part"):  # of a relay that was killed
+            unfinished.unlink(missing_ok=True)
         return path
 
     async def _acknowledge(self, replica: str, version: int, root: str, *, pause_ms: float = 0.0) -> None:

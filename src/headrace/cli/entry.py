@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dead-letters": ("dead_letters", "records that could not be handled: list, show, redrive"),
     "tasks": ("tasks", "the task set: list, show, build, verify"),
     "evaluate": ("evaluate", "a held-out round under one version of the weights"),
+    "sweep": ("sweep", "remove blobs that no record of the log names"),
     "midtrain": ("midtrain", "make the seed checkpoint again"),
     "kafka": ("kafka", "a local Apache Kafka: up, down, status"),
     "prompts": ("processes", "process: feeds prompts"),

@@ -118,7 +118,10 @@ async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
     from headrace.consumers import training
 
     async with options.opened(where) as bus:
-        await training.run(bus, where.settings.run, where.settings.trainer, blobs(where), stop)
+        settings = where.settings
+        await training.run(
+            bus, settings.run, settings.trainer, blobs(where), stop, grace_ms=settings.store.grace_ms
+        )
 
 
 async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,6 +16,7 @@ from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsCon
 from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
 from headrace.producers.config import PromptsConfig
+from headrace.store.blobs import GRACE_MS
 from headrace.streams.run import StreamConfig
 from headrace.trainer.config import TrainerConfig
 
@@ -32,6 +33,9 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     uri: str = ""
     """Where blobs live: `file://`, `s3://` ...; empty: `store/` in the run directory."""
+    grace_ms: Annotated[int, msgspec.Meta(ge=600_000)] = GRACE_MS
+    """A blob that no record names so long after it was written may be removed. Far above the time between an
+    upload and its transaction, ten minutes at least."""
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,22 +2,28 @@
 
 A blob's `uri` is its path inside the store (`blobs/ab/<sha256>`), relative on purpose: a run directory may be
 moved and a region may hold a copy, the log stays right. A blob never changes; what its bytes mean is the
-business of whoever wrote it (weights, checkpoints, claims). Not here: names that move, locks, caches.
+business of whoever wrote it (weights, checkpoints, claims). Marks (`marks/…`) are small objects beside them
+that say what a store is for. Not here: which blobs are needed (`consumers.sweep`), locks, caches.
 
 Durable against the death of a process (whole objects only: obstore writes a file beside and renames it); on
 `file://` the machine's own crash is covered as far as its file system orders renames.
 """
 
 import asyncio
+import functools
 import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from headrace.errors import ConfigError, StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 BLOB_BYTES_MAX: Final = 4 << 30
@@ -31,6 +37,8 @@ GRACE_MS: Final = 3_600_000
 """An hour: who puts a blob has to have named it by then, or a sweep takes it."""
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
+_UNFINISHED: Final = re.compile(r"[0-9a-f]{64}#\d+")
+"""How obstore names a file before it has its own name."""
 _T = TypeVar("_T")
 
 
@@ -41,6 +49,15 @@ class Blob:
     uri: str
     sha256: str
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object as the store lists it. `modified_ms` is by the store's own clock."""
+
+    uri: str
+    bytes: int
+    modified_ms: int
 
 
 class BlobReader(Protocol):
@@ -132,6 +149,56 @@ class Blobs:
 
         await self._try(uri, forget)
 
+    async def listing(self) -> AsyncIterator[Stored]:
+        """Every blob of the store, in no order; none that is still being written. Raises StoreUnavailable."""
+        from obstore import list as list_objects
+        from obstore.exceptions import BaseError
+
+        try:
+            async for objects in list_objects(self._store, "blobs"):
+                for found in objects:
+                    yield _stored(found)
+        except (BaseError, OSError) as error:
+            raise StoreUnavailable(f"{self.address}: expected a listing: {error}") from error
+
+    async def look(self, uri: str) -> Stored:
+        """What the store says of one object now. Raises StoreError when there is none."""
+        from obstore import head_async
+
+        return _stored(await self._try(uri, lambda: head_async(self._store, uri)))
+
+    async def mark(self, name: str, data: bytes) -> Stored:
+        """Writes the small object `marks/<name>`, which unlike a blob may change, and gives what the store
+        says of it: its time is the store's now."""
+        uri = f"marks/{name}"
+        await self._try(uri, lambda: self._write(uri, data, None))
+        return await self.look(uri)
+
+    async def marks(self, prefix: str) -> dict[str, bytes]:
+        """The marks whose names begin with the folder `prefix`, by what follows it."""
+        from obstore import list as list_objects
+        from obstore.exceptions import BaseError
+
+        try:
+            uris = [
+                found["path"] async for some in list_objects(self._store, f"marks/{prefix}") for found in some
+            ]
+        except (BaseError, OSError) as error:
+            raise StoreUnavailable(f"{self.address}: expected a listing: {error}") from error
+        return {
+            uri.removeprefix(f"marks/{prefix}/"): await self._try(uri, functools.partial(self._read, uri))
+            for uri in uris
+        }
+
+    def unfinished(self, before_ms: int) -> list[Path]:
+        """Files that a killed writer left beside its blob, last written before `before_ms` (file:// only; an
+        object store drops what was never completed by its own lifecycle rules)."""
+        if not self.address.startswith("file://"):
+            return []
+        root = Path(url2pathname(urlsplit(self.address).path)) / "blobs"
+        found = [path for path in root.glob("*/*#*") if _UNFINISHED.fullmatch(path.name)]
+        return [path for path in found if path.stat().st_mtime_ns // 1_000_000 < before_ms]
+
     async def _holds(self, blob: Blob) -> bool:
         try:
             await self.get(blob.uri, blob.sha256)
@@ -184,6 +251,11 @@ async def _halves(data: bytes, between: Callable[[], None]) -> AsyncIterator[byt
     yield data[:middle]
     between()
     yield data[middle:]
+
+
+def _stored(found: "ObjectMeta") -> Stored:
+    modified_ms = int(found["last_modified"].timestamp() * 1000)
+    return Stored(found["path"], found["size"], modified_ms)
 
 
 def _uri(sha256: str) -> str:
