@@ -5,6 +5,7 @@ A subclass says where its log is (`address`) and how an operator shortens or re-
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -201,6 +202,21 @@ class BusContract:
                 assert len(found) == 2
                 assert await bus.create_topics([compacted]) != []
                 assert await bus.create_topics([topic]) == []
+
+        asyncio.run(run())
+
+    def test_topics_tell_how_long_they_keep(self, address: str, topic: Topic) -> None:
+        """As created, or for ever where only newer records of a key take the place of older ones."""
+        days = dataclasses.replace(topic, name=f"{topic.name}.days", retention_ms=3 * DAY_MS)
+        compacted = dataclasses.replace(days, name=f"{topic.name}.state", compacted=True)
+
+        async def run() -> None:
+            async with self.opened(address, topic, days, compacted) as bus:
+                assert await bus.retention_ms(topic.name) == FOR_EVER
+                assert await bus.retention_ms(days.name) == 3 * DAY_MS
+                assert await bus.retention_ms(compacted.name) == FOR_EVER
+                with pytest.raises(TopicMismatch, match="nowhere"):
+                    await bus.retention_ms("nowhere")
 
         asyncio.run(run())
 

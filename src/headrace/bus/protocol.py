@@ -180,6 +180,11 @@ class Bus(Protocol):
         """Every topic on the bus, partitions in order."""
         ...
 
+    async def retention_ms(self, topic: str) -> int:
+        """How long this bus keeps the records of a topic, whatever its definition says; `FOR_EVER` when none
+        leaves by age. Raises TopicMismatch (no such topic), BusUnavailable."""
+        ...
+
     async def groups(self) -> dict[str, dict[TopicPartition, int]]:
         """Committed positions of every consumer group."""
         ...

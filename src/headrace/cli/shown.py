@@ -160,14 +160,17 @@ def time_ms(text: str, now_ms: int) -> int:
 
 
 def duration(milliseconds: float) -> str:
-    """`850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    """`850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `89 d 23 h`."""
     if milliseconds < 1000:
         return f"{milliseconds:.0f} ms"
     seconds = milliseconds / 1000
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def size(count: int | None) -> str:

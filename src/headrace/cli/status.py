@@ -1,6 +1,7 @@
 """`headrace status`: a run's numbers now, on one page."""
 
 import argparse
+import contextlib
 import time
 from typing import Any
 
@@ -9,6 +10,11 @@ from headrace.cli import options, shown
 from headrace.cli.options import Place
 from headrace.cli.process import living
 from headrace.cli.run_view import IDLE, LAG, LAG_MAX, REWARD, TOKENS, Follower, RunView
+from headrace.consumers.retention import Outlook, outlook
+from headrace.errors import WireError
+from headrace.wire.codec import decode
+from headrace.wire.records import TrainStep
+from headrace.wire.topics import TRAIN_STEPS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,15 +27,19 @@ def run(args: argparse.Namespace) -> int:
 
 async def _status(bus: Bus, where: Place, as_json: bool) -> int:
     view = await Follower(bus, where.settings.run.name).refresh()
+    now_ms = int(time.time() * 1000)
+    found = await _outlook(bus, view.run, now_ms) if view.steps else None
     document = summary(view)
+    document["records"] = retention_document(found) if found is not None else None
     document["processes"] = living(where.run_dir) if where.run_dir is not None else None
     if as_json:
         options.print_json(document)
         return 0
-    now_ms = int(time.time() * 1000)
     print(f"run {view.run} on {where.settings.bus.address}")
     for name, text in lines(view, now_ms):
         print(f"  {name:<22}{text}")
+    if found is not None:
+        print(f"  {'records needed':<22}{retention_text(found)}")
     alive = document["processes"]
     if alive is not None:
         named = ", ".join(f"{name} ({pid})" for name, pid in alive.items())
@@ -86,6 +96,49 @@ def lines(view: RunView, now_ms: int) -> list[tuple[str, str]]:
     if view.dead or view.undecodable:
         rows.append(("dead letters", f"{view.dead} (headrace dead-letters list)"))
     return rows
+
+
+async def _outlook(bus: Bus, run: str, now_ms: int) -> Outlook:
+    """What the log keeps of what the ledger of `run` may need. Records that can't be read are left out, as in
+    the view."""
+    steps: list[TrainStep] = []
+    [(tp, begin)] = (await bus.begins([TRAIN_STEPS.name])).items()
+    async for delivery in bus.read_range(tp, begin, (await bus.ends([TRAIN_STEPS.name]))[tp]):
+        with contextlib.suppress(WireError):
+            record = decode(delivery.topic, delivery.value or b"", delivery.headers)
+            if isinstance(record, TrainStep) and record.run == run:
+                steps.append(record)
+    return await outlook(bus, steps, now_ms=now_ms)
+
+
+def retention_document(found: Outlook) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "state": found.state,
+        "since_checkpoint": found.since,
+        "needed_from": {str(tp): offset for tp, offset in sorted(found.needed.items())},
+        "log_begins": {str(tp): begin for tp, begin in sorted(found.gone.items())},
+        "gone_since_start": found.gone_since_start,
+        "retention_ms": found.retention_ms,
+        "left_ms": found.left_ms,
+    }
+
+
+def retention_text(found: Outlook) -> str:
+    """How long the log keeps what may be computed again; a WARNING when that is short, or over."""
+    what = f"of the steps after {found.since}" if found.since else "of every step"
+    if found.state == "gone":
+        return (
+            f"WARNING: {what} are gone: {found.gone_text()}; steps that read them can't be computed again"
+            " from the oldest checkpoint"
+        )
+    left = "for ever" if found.left_ms is None else f"for another {shown.duration(found.left_ms)}"
+    if found.state == "soon":
+        return (
+            f"WARNING: {what} are kept {left} only (retention {shown.duration(found.retention_ms)}): raise"
+            " the retention of `experience`, or let older checkpoints go (trainer.checkpoints_kept)"
+        )
+    return f"{what} are kept {left}"
 
 
 def held_out_text(view: RunView) -> str:

@@ -73,6 +73,9 @@ class KafkaBus:
     async def topics(self) -> dict[str, list[PartitionInfo]]:
         return await self._admin.topics()
 
+    async def retention_ms(self, topic: str) -> int:
+        return await self._admin.retention_ms(topic)
+
     async def groups(self) -> dict[str, dict[TopicPartition, int]]:
         return await self._admin.groups()
 

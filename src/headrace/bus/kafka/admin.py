@@ -141,6 +141,12 @@ class Admin:
         )
         return {TopicPartition(*tp): at.offset for tp, at in found.items() if at.offset >= 0}
 
+    async def retention_ms(self, topic: str) -> int:
+        await self.partitions(topic)
+        found = await self._connection.call("settings of topics", lambda: self._settings([topic]))
+        by_age = "delete" in found[topic]["cleanup.policy"]
+        return int(found[topic]["retention.ms"]) if by_age else FOR_EVER
+
     async def groups(self) -> dict[str, dict[TopicPartition, int]]:
         async def attempt() -> dict[str, dict[TopicPartition, int]]:
             found: dict[str, dict[TopicPartition, int]] = {}
@@ -190,20 +196,26 @@ class Admin:
             if described.get(topic.name) != topic.partitions
         ]
         wanted = {topic.name: settings_of(topic) for topic in topics}
+        for name, found in (await self._settings(list(wanted))).items():
+            differences += [
+                Difference(name, setting, expected, str(found.get(setting)))
+                for setting, expected in wanted[name].items()
+                if found.get(setting) != expected
+            ]
+        return differences
+
+    async def _settings(self, topics: Sequence[str]) -> dict[str, dict[str, str]]:
+        """What the broker says of each topic, by Kafka's names."""
         responses = await self._client.describe_configs(
-            [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
+            [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics]
         )
+        settings = {}
         for response in responses:
             for code, message, _, name, entries in response.resources:
                 if code:
                     raise for_code(code)(message)
-                found = {entry[0]: entry[1] for entry in entries}
-                differences += [
-                    Difference(name, setting, expected, str(found.get(setting)))
-                    for setting, expected in wanted[name].items()
-                    if found.get(setting) != expected
-                ]
-        return differences
+                settings[name] = {entry[0]: entry[1] for entry in entries}
+        return settings
 
 
 async def _offsets(

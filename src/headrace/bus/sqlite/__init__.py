@@ -77,6 +77,9 @@ class SqliteBus:
     async def topics(self) -> dict[str, list[PartitionInfo]]:
         return await self._file.read(log.list_topics)
 
+    async def retention_ms(self, topic: str) -> int:
+        return await self._file.read(lambda db: log.retention_ms(db, topic))
+
     async def groups(self) -> dict[str, dict[TopicPartition, int]]:
         return await self._file.read(groups.all_committed)
 

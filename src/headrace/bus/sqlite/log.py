@@ -212,6 +212,15 @@ def list_topics(db: sqlite3.Connection) -> dict[str, list[PartitionInfo]]:
     return found
 
 
+def retention_ms(db: sqlite3.Connection, topic: str) -> int:
+    """FOR_EVER if nothing leaves by age. Raises TopicMismatch."""
+    tails(db, topic)
+    kept_ms, compacted = db.execute(
+        "SELECT retention_ms, compacted FROM topics WHERE name = ?", (topic,)
+    ).fetchone()
+    return FOR_EVER if compacted else int(kept_ms)
+
+
 def sweep(db: sqlite3.Connection, now_ms: int, records_max: int = SWEEP_RECORDS_MAX) -> bool:
     """Deletes what is older than its topic keeps, oldest first. True when `records_max` was reached and more
     may be left.
