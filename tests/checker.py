@@ -86,10 +86,9 @@ def in_flight(log: Log, run: str, workers: Positions) -> tuple[dict[str, str], l
     found, lost = {}, []
     for group_id, (place, prompt) in _open(view).items():
         topic, partition, offset = place
-        if group_id in closed and closed[group_id][2] >= read.get(closed[group_id][:2], 0):
-            found[group_id] = "closed, for the trainer to read"
-        elif group_id in closed:
-            lost.append(f"{group_id}: lost: closed at {closed[group_id]}, behind the trainer's position")
+        if group_id in closed:
+            if closed[group_id][2] >= read.get(closed[group_id][:2], 0):  # if not, `audit` tells
+                found[group_id] = "closed, for the trainer to read"
         elif offset >= workers.get(TopicPartition(topic, partition), 0):
             found[group_id] = "issued, for a worker to roll out"
         elif view.written_in_full(prompt):

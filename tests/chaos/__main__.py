@@ -7,6 +7,7 @@ with `tests` on the path. The run's directory is kept when something is wrong, a
 
 import argparse
 import asyncio
+import logging
 import os
 import platform
 import shutil
@@ -31,6 +32,7 @@ def main() -> int:
     args = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     log.configure("chaos", level="error")
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     seed = int.from_bytes(os.urandom(4), "big") % SEED_MAX if args.seed is None else int(args.seed)
     parent = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     run_dir = (args.run_dir or parent / "run").resolve()

@@ -143,8 +143,9 @@ class ChaosRun:
     async def cut(self) -> None:
         """Stops every process, whatever it is at."""
         self._count_own_deaths()
+        lived = [child for child in self.crew.children.values() if child.process.returncode is None]
         await self.crew.stop()
-        for child in self.crew.children.values():
+        for child in lived:
             if child.process.returncode == -signal.SIGKILL:
                 self.story.wrong.append(f"{child.name}: did not stop when asked to")
 
