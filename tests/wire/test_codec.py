@@ -38,6 +38,11 @@ def test_records_of_an_older_writer_are_read() -> None:
     assert step.checkpoint is not None
     assert (step.checkpoint.step, step.checkpoint.bytes) == (None, 0)
     assert codec.decode_as(r.Experience, bytes.fromhex(older["Experience"])).user == ""
+    turn = codec.decode_as(r.RolloutStep, bytes.fromhex(older["RolloutStep"]))
+    assert (turn.user, turn.cohort, turn.text_length) == ("", "", 0)
+    told = codec.decode_as(r.Feedback, bytes.fromhex(older["Feedback"]))
+    assert (told.continues, told.region, told.text) == (None, "local", b"")
+    assert not codec.decode_as(r.WeightsPromoted, bytes.fromhex(older["WeightsPromoted"])).pinned
     assert codec.decode_as(r.WeightsPublished, bytes.fromhex(older["WeightsPublished"])).checkpoint is None
 
 

@@ -115,6 +115,12 @@ class RolloutStep(Record, frozen=True, kw_only=True):
     ended_ms: int
     region: str = "local"
     worker: str = ""
+    user: str = ""
+    """Pseudonym of whom a live suggestion was made for."""
+    cohort: str = ""
+    """Of a gradual release: which version the user was given, and why (`stable`, `canary`)."""
+    text_length: int = 0
+    """Of a live suggestion's text, in UTF-16 code units, as editors count accepted lengths."""
 
 
 class Reward(Record, frozen=True, kw_only=True):
@@ -147,9 +153,37 @@ class Feedback(Record, frozen=True, kw_only=True):
     """Pseudonym: a keyed hash."""
     client: str = ""
     accepted_length: int | None = None
+    """UTF-16 code units, cumulative."""
     superseded_by: str | None = None
+    continues: str | None = None
+    """An earlier suggestion of which this one shows the rest: the user typed the start of it."""
+    region: str = "local"
+    text: bytes = b""
+    """Code, encrypted under the user's key; empty unless the user opted in."""
     persisted_s: int | None = None
     difference: float | None = None
+
+
+class Exposure(Record, frozen=True, kw_only=True):
+    """What became of one live suggestion, for the comparison of weights versions. One a unit."""
+
+    run: str
+    group_id: str
+    version: int
+    cohort: str
+    user: str
+    region: str
+    silent: bool
+    """The model chose to show nothing."""
+    shown: bool
+    accepted: float
+    """Accepted share of the text, 0 to 1, after everything that the window brought."""
+    reward: float
+    quarantined: bool = False
+    latency_ms: int
+    """From the request to the whole answer, as inference measured it."""
+    opened_ms: int
+    closed_ms: int
 
 
 class Rollout(Part, frozen=True, kw_only=True):
@@ -303,6 +337,9 @@ class WeightsPromoted(Record, frozen=True, kw_only=True):
     run: str
     version: int
     share: float
+    """Of the users, 0 to 1."""
+    pinned: bool = False
+    """By hand, until another record by hand: no automatic decision moves it."""
     evidence: str = ""
 
 

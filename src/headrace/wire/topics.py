@@ -45,6 +45,13 @@ ROLLOUT_STEPS = _by_group(
 REWARDS = _by_group("rewards", r.Reward, days=30, note="one record per rollout and component")
 FEEDBACK = _by_group("feedback", r.Feedback, days=30, note="what editors report; key = suggestion_id")
 EXPERIENCE = _by_group("experience", r.Experience, days=90, note="closed groups")
+EXPERIENCE_LIVE = _by_group(
+    "experience.live",
+    r.Experience,
+    days=90,
+    note="closed suggestions: apart, so that each source has its share",
+)
+EXPOSURES = _by_group("exposures", r.Exposure, days=30, note="what became of each suggestion, for the canary")
 TRAIN_STEPS = Topic("train.steps", (r.TrainStep,), "run", 1, FOR_EVER, note="the ledger")
 WEIGHTS = Topic(
     "weights",
@@ -60,15 +67,14 @@ WEIGHTS_ACKS = Topic(
 EVALUATIONS = Topic(
     "evaluations", (r.Evaluation,), "run", 1, 90 * DAY_MS, note="held-out tries, never trained on"
 )
-EXPERIENCE_STATE = Topic(
-    "streams.experience.state",
-    (),
-    "group_id",
-    PARTITIONS,
-    FOR_EVER,
-    compacted=True,
-    note="state of the join, written in the transaction of its outputs",
-)
+
+
+def _state(name: str, note: str) -> Topic:
+    return Topic(f"streams.{name}.state", (), "group_id", PARTITIONS, FOR_EVER, compacted=True, note=note)
+
+
+EXPERIENCE_STATE = _state("experience", "state of the join, written in the transaction of its outputs")
+FEEDBACK_STATE = _state("feedback", "state of the feedback join, written in the transaction of its outputs")
 DEAD_LETTERS = Topic(
     "dead.letters", (r.DeadLetter,), "topic/partition/offset", 1, 30 * DAY_MS, note="original bytes + reason"
 )
@@ -81,11 +87,14 @@ TOPICS: dict[str, Topic] = {
         REWARDS,
         FEEDBACK,
         EXPERIENCE,
+        EXPERIENCE_LIVE,
+        EXPOSURES,
         TRAIN_STEPS,
         WEIGHTS,
         WEIGHTS_ACKS,
         EVALUATIONS,
         EXPERIENCE_STATE,
+        FEEDBACK_STATE,
         DEAD_LETTERS,
     )
 }
