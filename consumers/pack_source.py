@@ -34,6 +34,12 @@ class PackedSource(Source):
     first_step: int
     state: State
 
+    @staticmethod
+    def threads(pack: PackReader) -> int:
+        """As the newest step was computed with. Raises StoreError."""
+        manifest = _manifest(pack)
+        return _step(pack, manifest, manifest.last).threads
+
     @classmethod
     async def open(cls, pack: PackReader, compute: Compute = in_place) -> Self:
         """Raises StoreError that names the pack and the part that is missing, of another run, or contradicts
@@ -58,6 +64,10 @@ class PackedSource(Source):
             first_step=manifest.first,
             state=state,
         )
+
+    @property
+    def begin(self) -> int:
+        return self.first_step
 
     def recorded(self, step: int) -> TrainStep:
         last = self.ledger.version

@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a call where this process computes (a thread that was prepared for it) and gives its result."""
+RunStep = Callable[..., StepResult]
+"""`trainer.step.run_step`, or the same with other processes' help (`consumers.ranks`)."""
 Change = Callable[[StepSettings], StepSettings]
 Select = Callable[[Sequence[Entry]], Sequence[Entry]]
 
@@ -61,10 +63,16 @@ class Source:
     compute: Compute = field(default=in_place)
     start_from: str = ""
     """What a run that has not begun is to begin with (`consumers.start`)."""
+    run_step: RunStep = run_step
 
     @property
     def model(self) -> ModelConfig:
         return self.seed[0]
+
+    @property
+    def begin(self) -> int:
+        """The first step that there is."""
+        return 1
 
     def recorded(self, step: int) -> TrainStep:
         """The ledger's record of `step`. Raises TrainingError when there is none."""
@@ -224,7 +232,7 @@ async def replay(
             reading = asyncio.ensure_future(source.entries(steps[index + 1])) if steps[index + 1 :] else None
             settings = change(settings_of(recorded))
             again = partial(
-                run_step,
+                source.run_step,
                 state,
                 entries,
                 recorded.positions,

@@ -3,12 +3,15 @@
 Exit codes beside those of every command: 0 only if every step is equal; 9 a step differs; 5 records of a
 step are gone; 11 this machine computes otherwise (its kernel probe is not the ledger's), which says nothing
 against the record. Not here: the walk and its verdicts (`consumers.verification`), their looks
-(`replay_rows`), `--what-if` (`what_if`).
+(`replay_rows`), `--what-if` (`what_if`), `--without` (`without`), packs (`pack`).
 """
 
 import argparse
+import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.bus.protocol import Bus
@@ -18,7 +21,6 @@ from headrace.cli.options import Place
 from headrace.errors import ConfigError, StoreError, TrainingError
 
 if TYPE_CHECKING:
-    from headrace.consumers.causes import Cause
     from headrace.consumers.replay import Change
     from headrace.consumers.verification import Verdict
     from headrace.trainer.config import StepSettings
@@ -33,14 +35,24 @@ examples:
   headrace replay 3..7                a range of steps
   headrace replay --last 20           the newest steps
   headrace replay 12 --what-if trainer.lr=2e-5 --what-if trainer.loss.clip_high=0.3
+  headrace replay --without user:4f2a -o clean.checkpoint
+                                      the run as if those records had never been; then, from there:
+                                      headrace demo --trainer.start_from clean.checkpoint
+  headrace replay export 12 -o step.hrpack
+  headrace replay step.hrpack         in any directory, without the log
 
 It starts from the newest checkpoint before the first step and reads the records that the ledger names.
-Nothing is written. Exit code: 0 all equal, 9 a step differs, 5 records are gone, 11 this machine computes
-otherwise than the one that made the steps."""
+Nothing is written but what -o names. Exit code: 0 all equal, 9 a step differs, 5 records are gone, 11 this
+machine computes otherwise than the one that made the steps."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="STEP | FROM..TO", help="which steps, from 1")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="STEP | FROM..TO | export STEPS | FILE.hrpack [STEPS]",
+        help="which steps, from 1; of the run, or of a pack (all of its steps if none are named)",
+    )
     parser.add_argument("--last", type=options.positive, metavar="N", help="the newest N steps")
     parser.add_argument("--run", metavar="NAME", dest="run_name", help="a run on this log (default: its own)")
     parser.add_argument(
@@ -50,6 +62,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SETTING=VALUE",
         help="the same records under another setting of a step, side by side; repeatable",
     )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KIND:VALUE",
+        help="group:ID, user:ID, source:live or env:NAME: the run as if these had never been; repeatable",
+    )
+    parser.add_argument(
+        "--to", type=options.positive, metavar="N", help="with --without: the last step (default: the newest)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with export: the pack; with --without: a checkpoint that a new run can start from",
+    )
+    parser.add_argument("--force", action="store_true", help="write the output even if it exists")
     parser.add_argument(
         "--threads", type=options.positive, metavar="N", help="compute with N threads; must leave no trace"
     )
@@ -63,22 +93,88 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    where = options.place(args)
+    from headrace.cli import pack
+
+    export = args.words[:1] == [pack.EXPORT]
+    _check_together(args, export)
+    path = pack.named(args.words)
+    if path is not None:
+        return asyncio.run(_in_pack(args, path))
 
     async def act(bus: Bus, where: Place) -> int:
         async with ground(bus, where, args.run_name, threads=args.threads) as found:
-            first, last = steps_asked(args.words, args.last, found.source.ledger.version)
-            if args.what_if:
-                from headrace.cli import what_if
+            return await _asked(args, found, args.words[1:] if export else args.words, export)
 
-                return await what_if.show(found, first, last, args.what_if, as_json=args.json)
-            return await show(found, first, last, microbatch=args.microbatch, as_json=args.json)
-
-    return options.with_bus(act, where)
+    return options.with_bus(act, options.place(args))
 
 
-def steps_asked(words: Sequence[str], last: int | None, head: int) -> tuple[int, int]:
-    """First and last step meant by `12`, `3..7` or `--last 20`, in a ledger that ends at `head`. Raises
+async def _in_pack(args: argparse.Namespace, path: Path) -> int:
+    from headrace.cli import pack
+
+    async with pack.ground_of(path, threads=args.threads) as found:
+        words = args.words[1:]
+        if not words and args.last is None:
+            words = [f"{found.source.begin}..{found.source.ledger.version}"]
+        return await _asked(args, found, words, export=False)
+
+
+async def _asked(args: argparse.Namespace, found: Ground, words: Sequence[str], export: bool) -> int:
+    """What the arguments ask of these steps; the exit code."""
+    begin, head = found.source.begin, found.source.ledger.version
+    if args.without:
+        from headrace.cli import without
+
+        _, last = (
+            steps_asked([], 1, head) if args.to is None else steps_asked([f"{args.to}"], None, head, begin)
+        )
+        return await without.show(
+            found, last, args.without, output=args.output, force=args.force, as_json=args.json
+        )
+    first, last = steps_asked(words, args.last, head, begin)
+    if export:
+        from headrace.cli import pack
+
+        return await pack.export(found, first, last, args)
+    if args.what_if:
+        from headrace.cli import what_if
+
+        return await what_if.show(found, first, last, args.what_if, as_json=args.json)
+    return await show(found, first, last, microbatch=args.microbatch, as_json=args.json)
+
+
+def _check_together(args: argparse.Namespace, export: bool) -> None:
+    """Raises ConfigError for arguments that would be without effect."""
+    packed = bool(args.words) and not export and args.words[0].endswith(".hrpack")
+    asked = {"export": export, "--what-if": bool(args.what_if), "--without": bool(args.without)}
+    named = [name for name, there in asked.items() if there]
+    wrong = [
+        (len(named) > 1, f"expected one of {', '.join(asked)}, got {' and '.join(named)}"),
+        (
+            args.without and (args.words[1:] if packed else args.words),
+            "--without is of the whole run: expected --to N, not steps",
+        ),
+        (
+            args.without and args.last is not None,
+            "--without is of the whole run: expected --to N, not --last",
+        ),
+        (args.to is not None and not args.without, "--to goes with --without"),
+        (
+            (args.output or args.force) and not (export or args.without),
+            "-o and --force go with export and --without",
+        ),
+        (packed and args.run_name is not None, "--run: a pack holds one run"),
+        (
+            args.microbatch is not None and bool(named),
+            f"--microbatch goes with a plain replay, not with {' '.join(named)}",
+        ),
+    ]
+    for there, text in wrong:
+        if there:
+            raise ConfigError(f"headrace replay: {text}")
+
+
+def steps_asked(words: Sequence[str], last: int | None, head: int, begin: int = 1) -> tuple[int, int]:
+    """First and last step meant by `12`, `3..7` or `--last 20`, of steps `begin` to `head`. Raises
     ConfigError."""
     place = "headrace replay"
     if len(words) + (last is not None) != 1:
@@ -87,13 +183,13 @@ def steps_asked(words: Sequence[str], last: int | None, head: int) -> tuple[int,
     if not head:
         raise ConfigError(f"{place}: expected a run with training steps, its ledger is empty")
     if last is not None:
-        return max(1, head - last + 1), head
+        return max(begin, head - last + 1), head
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", words[0])
     if match is None:
         raise ConfigError(f"{place}: expected a step (12) or a range of steps (3..7), got {words[0]!r}")
     first, end = int(match[1]), int(match[2] or match[1])
-    if not 1 <= first <= end <= head:
-        raise ConfigError(f"{place}: expected steps from 1 to {head}, which the ledger has, got {words[0]}")
+    if not begin <= first <= end <= head:
+        raise ConfigError(f"{place}: expected steps from {begin} to {head}, got {words[0]}")
     return first, end
 
 
@@ -107,8 +203,9 @@ async def show(
     start = await found.newest_state(first - 1)
     notices = machine_notices(found, first, last)
     if not as_json:
-        print("\n".join([*_opening(found, start, first, last), *notices, "", replay_rows.HEAD]), flush=True)
+        _print([*_opening(found, start, first, last), *notices, "", replay_rows.HEAD])
     verdicts: list[Verdict] = []
+    lines = replay_rows.Lines()
     with replay_rows.progress(last - start.step, quiet=as_json) as advance:
         walk = verify(
             source,
@@ -120,17 +217,23 @@ async def show(
             cancelled=found.cancelled,
             on_way=lambda step: advance(f"to step {first}"),
         )
-        async for verdict in walk:
-            verdicts.append(verdict)
-            if not as_json:
-                print(replay_rows.row(verdict), flush=True)
-            advance("replay")
+        async with aclosing(walk):
+            async for verdict in walk:
+                verdicts.append(verdict)
+                if not as_json:
+                    _print(lines.of(verdict))
+                advance("replay")
     code = exit_code(verdicts)
     if as_json:
         options.print_json(_document(found, start, first, last, verdicts, code))
     else:
-        print("\n".join(["", replay_rows.summary(verdicts), *_closing(code)]), flush=True)
+        _print([*lines.rest(), "", replay_rows.summary(verdicts, first), *_closing(code)])
     return code
+
+
+def _print(lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join(lines), flush=True)
 
 
 def microbatches(groups: int | None) -> "Change":
@@ -158,7 +261,7 @@ def machine_notices(found: Ground, first: int, last: int) -> list[str]:
     from headrace.consumers import causes
 
     steps = [found.source.recorded(step) for step in range(first, last + 1)]
-    others: list[Cause] = causes.elsewhere(steps, found.now)
+    others = causes.elsewhere(steps, found.now)
     if not others:
         return ["code, libraries, threads and kernel probe: as they were then"]
     lines = [f"  {cause.text}" for cause in others]
