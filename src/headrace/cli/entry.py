@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trajectory": ("trajectory", "one group as a person reads it, and what became of it"),
     "trace": ("trace", "the way of a group, rollout, suggestion or event: where, when, into which weights"),
     "replay": ("replay", "training steps computed again from the log, compared with the ledger"),
+    "step": ("step", "one step of the ledger, and what each of its units contributed"),
+    "diff": ("diff", "the first step at which two runs part, and why"),
     "account": ("account", "what became of every prompt, by the ledger and by the topics: equal or not"),
     "report": ("report", "write the report of a run again"),
     "dead-letters": ("dead_letters", "records that could not be handled: list, show, redrive"),

@@ -126,8 +126,9 @@ async def whole_log(bus: Bus, topics: Iterable[str], progress: "Progress") -> As
 class Progress:
     """How far a long reading has come: one line on standard error, rewritten, on a terminal only."""
 
-    def __init__(self, what: str, total: int) -> None:
+    def __init__(self, what: str, total: int, unit: str = "records") -> None:
         self._what = what
+        self._unit = unit
         self._total = max(total, 1)
         self._done = 0
         self._started_s = self._shown_s = time.monotonic()
@@ -135,7 +136,7 @@ class Progress:
 
     def advance(self, count: int = 1) -> None:
         self._done += count
-        if not self._on or self._done % 64:
+        if not self._on:
             return
         now_s = time.monotonic()
         if now_s - self._shown_s >= SHOW_S:
@@ -143,10 +144,26 @@ class Progress:
             rate = self._done / (now_s - self._started_s)
             left_s = max(0.0, (self._total - self._done) / rate)
             share = min(100.0, 100 * self._done / self._total)
-            line = f"{self._what}: {share:.0f} %, {rate:,.0f} records/s, {left_s:.0f} s left"
+            line = f"{self._what}: {share:.0f} %, {rate:,.0f} {self._unit}/s, {left_s:.0f} s left"
             print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Takes the line away."""
         if self._on:
             print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+
+
+async def at_places(bus: Bus, wanted: Iterable[tuple[TopicPartition, int]]) -> dict[str, Told]:
+    """The records at these places, by `experience[3]@17`; those that the log no longer has are left out."""
+    by_partition: dict[TopicPartition, set[int]] = {}
+    for tp, offset in wanted:
+        by_partition.setdefault(tp, set()).add(offset)
+    found: dict[str, Told] = {}
+    for tp, offsets in sorted(by_partition.items()):
+        begin = max(min(offsets), (await bus.begins([tp.topic])).get(tp, 0))
+        end = min(max(offsets) + 1, (await bus.ends([tp.topic])).get(tp, 0))
+        if begin < end:
+            async for delivery in bus.read_range(tp, begin, end):
+                if delivery.offset in offsets:
+                    found[delivery.place] = told(delivery)
+    return found
