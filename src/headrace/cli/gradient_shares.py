@@ -43,8 +43,9 @@ class Shares:
 async def gradient_shares(
     found: Ground, step: int, advance: "Callable[[int, int], None] | None" = None
 ) -> Shares:
-    """Of the units that `step` trained. `advance(done, of)`: after each gradient and each product. Raises TrainingError when the state before the step can't be computed again, StoreError when its records
-    are gone."""
+    """Of the units that `step` trained. `advance(done, of)`: after each gradient, and each product with the
+    sum. Raises TrainingError when the state before the step can't be computed again, StoreError when its
+    records are gone."""
     from headrace.consumers.replay import settings_of, state_before
     from headrace.trainer.admission import admit
 

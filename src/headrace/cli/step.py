@@ -27,7 +27,8 @@ DETAIL = """N counts from 1; without it the newest step. The share of a unit in 
 with g the sum of all units' gradients before clipping: shares add up to 100 %, a negative one pulled against
 the step. |g_unit| is its own norm, which does not add up. Both need the step computed once more (the state
 before it from the newest checkpoint, then each unit alone); --fast leaves that out and reads records only.
-Units stand by their share, or as they were read; --json has every member's advantage."""
+Units stand by their share, or as they were read. Advantages: +0.25x3 is that of three members; --json has
+each member's."""
 
 WIDTH = 80
 PHASES = ("wait", "learn", "store", "commit")
@@ -199,7 +200,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 def _trained(row: "UnitRow", shares: "Shares | None") -> tuple[object, ...]:
     values = Counter(m.advantage for m in row.members if m.advantage is not None and not m.withheld)
-    told = ", ".join(f"{count} x {value:+.3g}" for value, count in sorted(values.items(), reverse=True))
+    told = ", ".join(_times(f"{value:+.3g}", count) for value, count in sorted(values.items(), reverse=True))
     withheld = sum(bool(m.withheld) for m in row.members)
     told += f"; {withheld} withheld" if withheld else ""
     own = shares.units.get(row.consumed.group_id) if shares else None
@@ -211,8 +212,13 @@ def _trained(row: "UnitRow", shares: "Shares | None") -> tuple[object, ...]:
 
 def _rewards(row: "UnitRow") -> str:
     values = Counter(m.reward for m in row.members)
-    told = (f"{count} x {'none' if value is None else format(value, 'g')}" for value, count in values.items())
+    told = (_times("none" if value is None else f"{value:g}", count) for value, count in values.items())
     return row.problem or ", ".join(told)
+
+
+def _times(value: str, count: int) -> str:
+    """`+0.25x3`: of three members."""
+    return value if count == 1 else f"{value}x{count}"
 
 
 def document(
