@@ -12,19 +12,20 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import msgspec
 import torch
 
+from headrace.consumers.replay import Compute, RunStep
 from headrace.errors import TrainingError, WireError
 from headrace.kernels import invariant
 from headrace.policy.model import ModelConfig
 from headrace.trainer import checkpoint
 from headrace.trainer.admission import Entry
-from headrace.trainer.config import StepSettings
+from headrace.trainer.config import StepSettings, TrainerConfig
 from headrace.trainer.ranks import Gloo
 from headrace.trainer.state import State
 from headrace.trainer.step import StepResult, run_step
@@ -59,6 +60,7 @@ class Leader:
     def __init__(self, gloo: Gloo) -> None:
         self._gloo = gloo
         self._theirs: State | None = None
+        self._in_step = False
 
     def run_step(
         self,
@@ -79,7 +81,7 @@ class Leader:
             model=model,
             settings=settings,
         )
-        self._theirs = None
+        self._theirs, self._in_step = None, True
         self._gloo.tell(msgspec.msgpack.encode(order))
         result = run_step(
             state,
@@ -90,14 +92,31 @@ class Leader:
             cancelled=cancelled,
             ranks=self._gloo,
         )
-        self._theirs = result.state
+        self._theirs, self._in_step = result.state, False
         return result
 
     def close(self) -> None:
-        """Lets the others go."""
-        with contextlib.suppress(TrainingError):  # they may be gone already
-            self._gloo.tell(END)
+        """Lets the others go. In a step that was abandoned they wait for sums: then they only lose the
+        line."""
+        if not self._in_step:
+            with contextlib.suppress(TrainingError):  # they may be gone already
+                self._gloo.tell(END)
         self._gloo.close()
+
+
+@asynccontextmanager
+async def step_runner(config: TrainerConfig, compute: Compute) -> AsyncIterator[RunStep]:
+    """`run_step`, with the help of `config.ranks - 1` processes on this machine. Raises TrainingError when
+    they don't come together."""
+    if config.ranks == 1:
+        yield run_step
+        return
+    with hired(config.ranks, config.threads) as address:
+        leader: Leader = await compute(lambda: Leader(Gloo(address, 0, config.ranks)))
+        try:
+            yield leader.run_step
+        finally:
+            await compute(leader.close)
 
 
 def help_out(address: str, rank: int, size: int, threads: int) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from headrace import log
 from headrace.bus.protocol import Bus
 from headrace.consumers.ledger import Ledger
-from headrace.consumers.replay import Compute, Source, check_root, newest_state, replay
+from headrace.consumers.replay import Compute, RunStep, Source, check_root, newest_state, replay
 from headrace.errors import Fenced
 from headrace.policy.model import ModelConfig, Weights
 from headrace.store.blobs import Blobs
 from headrace.trainer.provenance import Provenance
 from headrace.trainer.state import State
+from headrace.trainer.step import run_step
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ async def recover(
     compute: Compute,
     cancelled: Callable[[], bool],
     start_from: str = "",
+    run_step: RunStep = run_step,
 ) -> State:
     """The state at the head of `ledger`; of a run without any step, what it begins with.
 
@@ -44,7 +46,7 @@ async def recover(
     state = _held(ledger, held)
     if state is not None:
         return state
-    source = Source(bus, blobs, ledger, run_name, group, seed, compute, start_from)
+    source = Source(bus, blobs, ledger, run_name, group, seed, compute, start_from, run_step)
     state = await newest_state(source, ledger.version)
     async for done in replay(source, state, ledger.version, cancelled=cancelled):
         check_root(source, done, now)

@@ -26,7 +26,9 @@ from headrace.consumers import identity, publishing, sweep
 from headrace.consumers.batches import Batch, Batches, positions_of
 from headrace.consumers.checkpoints import Checkpoints
 from headrace.consumers.ledger import Ledger, log_step, read_ledger, step_record
+from headrace.consumers.ranks import step_runner
 from headrace.consumers.recovery import recover
+from headrace.consumers.replay import RunStep
 from headrace.errors import BusUnavailable, Fenced, StoreUnavailable
 from headrace.kernels import invariant
 from headrace.policy.checkpoint import load_seed, weights_root
@@ -69,7 +71,8 @@ async def run(
         trainer = _Trainer(bus, run, config, blobs, stop, executor, clock or SystemClock(), grace_ms)
         try:
             await trainer.prepare(seed)
-            await trainer.run()
+            async with step_runner(config, trainer.compute) as trainer.run_step:
+                await trainer.run()
         except Cancelled:
             log.event(_logger, "step_abandoned", step=trainer.state_step + 1)
         except Fenced as error:
@@ -110,6 +113,7 @@ class _Trainer:
         # What a run began with is no setting of a step, and a path none of a ledger.
         self._settings = StepSettings(run=run, trainer=msgspec.structs.replace(config, start_from=""))
         self._held: list[State] = []
+        self.run_step: RunStep = run_step
         self._away_since_s: float | None = None
         self._commit_s = 0.0
 
@@ -120,11 +124,11 @@ class _Trainer:
     async def prepare(self, seed: tuple[ModelConfig, Weights] | None) -> None:
         """Reads the model, and asks the computing thread what it is."""
         if seed is None:
-            model, weights, _ = await self._compute(load_seed)
+            model, weights, _ = await self.compute(load_seed)
             seed = model, weights
         self._seed = seed
-        self._seed_root = await self._compute(lambda: weights_root(seed[1]))
-        self._provenance = await self._compute(provenance.collect)
+        self._seed_root = await self.compute(lambda: weights_root(seed[1]))
+        self._provenance = await self.compute(provenance.collect)
 
     async def run(self) -> None:
         """Serves from one outage to the next."""
@@ -195,20 +199,19 @@ class _Trainer:
             seed=self._seed,
             held=self._held,
             now=self._provenance,
-            compute=self._compute,
+            compute=self.compute,
             cancelled=self._stop.is_set,
             start_from=self._config.start_from,
+            run_step=self.run_step,
         )
 
     async def _publish_seed(self, transactor: Transactor, state: State) -> WeightsPublished:
         """Announces version 0; with the whole state when it came from a file, for the log must be enough."""
-        packed = await self._compute(lambda: publishing.pack(state, None, full_every=1))
+        packed = await self.compute(lambda: publishing.pack(state, None, full_every=1))
         now_ms = self._clock.now_ms()
         announced = await publishing.store(self._blobs, packed, run_name=self._run.name, now_ms=now_ms)
         if self._config.start_from:
-            blob = await self._blobs.put(
-                await self._compute(lambda: checkpoint.encode(state, self._run.name))
-            )
+            blob = await self._blobs.put(await self.compute(lambda: checkpoint.encode(state, self._run.name)))
             start = Checkpoint(uri=blob.uri, sha256=blob.sha256, step=0, bytes=blob.bytes)
             announced = msgspec.structs.replace(announced, checkpoint=start)
         message = self._message(WEIGHTS.name, announced, f"{self._run.name}/weights/0")
@@ -221,8 +224,8 @@ class _Trainer:
         # 1 learn  2 store the blobs  3 one transaction: ledger, announcement, dead letters, offsets. A crash
         # after 2 leaves orphan blobs, no more; an unknown outcome of 3 is looked up by `_recover`.
         started_s, started_ms = time.monotonic(), self._clock.now_ms()
-        result = await self._compute(
-            lambda: run_step(
+        result = await self.compute(
+            lambda: self.run_step(
                 state,
                 batch.entries,
                 batch.positions,
@@ -281,7 +284,7 @@ class _Trainer:
 
     async def _store_version(self, state: State, previous: State) -> WeightsPublished:
         full_every = self._config.full_every
-        packed = await self._compute(lambda: publishing.pack(state, previous, full_every=full_every))
+        packed = await self.compute(lambda: publishing.pack(state, previous, full_every=full_every))
         return await publishing.store(
             self._blobs, packed, run_name=self._run.name, now_ms=self._clock.now_ms()
         )
@@ -291,5 +294,5 @@ class _Trainer:
         value, headers = encode(record, source="trainer", now_ms=now_ms, event_id=event_id)
         return Message(topic, self._run.name.encode(), value, headers)
 
-    async def _compute(self, call: Callable[[], _T]) -> _T:
+    async def compute(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)

@@ -50,6 +50,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Groups in one forward and backward: speed and memory, not the result."""
     threads: int = 1
     """Of torch, in each rank: speed, not the result."""
+    ranks: int = 1
+    """Processes that compute a step together, on this machine: speed, not the result."""
     loss: LossConfig = LossConfig()
     checkpoint_every: AtLeastOne = 10
     """Steps between checkpoints: about what a restart computes again, at most."""
