@@ -120,7 +120,8 @@ def elsewhere(steps: Iterable[TrainStep], now: Provenance) -> list[Cause]:
         for name in sorted(step.libraries.keys() | now.libraries.keys()):
             then, here = step.libraries.get(name, "none"), now.libraries.get(name, "none")
             if then != here:
-                found[Cause("machine" if name == "cpu" else "library", _pair(name, then, here))] = None
+                kind: Kind = "machine" if name == "cpu" else "library"
+                found[Cause(kind, _pair(name if name == "cpu" else f"library {name}", then, here))] = None
         if step.code != now.code:
             found[Cause("code", _pair("code", step.code, now.code))] = None
         if step.threads != now.threads:

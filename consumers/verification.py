@@ -5,7 +5,7 @@ said until a later checkpoint gives a state that the ledger vouches for: the wal
 here: the computation (`consumers.replay`), why it differs (`consumers.causes`).
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
@@ -52,7 +52,7 @@ async def verify(
     change: Change = lambda settings: settings,
     cancelled: Callable[[], bool] = lambda: False,
     on_way: Callable[[TrainStep], None] = lambda step: None,
-) -> AsyncIterator[Verdict]:
+) -> AsyncGenerator[Verdict, None]:
     """A verdict for each of steps `first` to `last`, and for one before them that stood in the way.
 
     `start`: a state at or before `first - 1`, as of `newest_state`. `on_way`: told of each step computed
@@ -69,15 +69,15 @@ async def verify(
                 yield Verdict(source.recorded(step), "follows", follows=blocked)
             state, at = resume, end
             continue
-        async for verdict in _until_a_difference(source, state, last, now, change, cancelled):
-            at = verdict.recorded.step
-            if verdict.outcome != "equal":
-                blocked, state = at, None
-                yield verdict
-            elif at >= first:
-                yield verdict
-            else:
-                on_way(verdict.recorded)
+        async with aclosing(_until_a_difference(source, state, last, now, change, cancelled)) as walk:
+            async for verdict in walk:
+                at = verdict.recorded.step
+                if verdict.outcome != "equal":
+                    blocked, state = at, None
+                if verdict.outcome != "equal" or at >= first:
+                    yield verdict
+                else:
+                    on_way(verdict.recorded)
 
 
 async def _rejoin(source: Source, step: int, last: int) -> State | None:
@@ -100,7 +100,7 @@ async def _until_a_difference(
     now: Provenance,
     change: Change,
     cancelled: Callable[[], bool],
-) -> AsyncIterator[Verdict]:
+) -> AsyncGenerator[Verdict, None]:
     step = state.step
     try:
         async with aclosing(replay(source, state, last, change=change, cancelled=cancelled)) as walk:

@@ -8,7 +8,7 @@ N trained tokens
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ async def side_by_side(
     change: Change,
     *,
     cancelled: Callable[[], bool] = lambda: False,
-) -> AsyncIterator[Beside]:
+) -> AsyncGenerator[Beside, None]:
     """Steps `start.step + 1` to `last`. Raises what `replay` raises, and TrainingError when the changed
     settings give numbers that are not finite."""
     async with (

@@ -92,7 +92,8 @@ async def read_run(bus: Bus, name: str) -> "Ledger":
 
     ledger = await read_ledger(bus, name)
     if not ledger.steps and not ledger.published:
-        raise ConfigError(f"--run: {shown.unknown('run', name, await run_names(bus))}")
+        known = await run_names(bus)
+        raise ConfigError(f"--run: {shown.unknown('run', name, known)} (on this log: {_named(known)})")
     return ledger
 
 
@@ -104,6 +105,10 @@ async def run_names(bus: Bus) -> list[str]:
         async for delivery in bus.read_range(tp, begins[tp], end):
             keys.add((delivery.key or b"").decode(errors="replace"))
     return sorted(keys - {""})
+
+
+def _named(runs: list[str]) -> str:
+    return (", ".join(runs[:20]) or "no run") + (" ..." if len(runs) > 20 else "")
 
 
 def _prepare(threads: int) -> None:

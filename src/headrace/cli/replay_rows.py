@@ -4,6 +4,7 @@ Not here: where verdicts come from (`consumers.verification`).
 """
 
 import os
+import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -16,23 +17,11 @@ from headrace.cli import shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.consumers.causes import Cause
     from headrace.consumers.verification import Verdict
     from headrace.wire.records import TrainStep
 
-HEAD = f"{'step':>6} {'units':>7} {'tokens':>7} {'loss':>10}  {'root recorded':<13} {'recomputed':<13}"
-WIDTH = 100
-_LABEL = {
-    "machine": "this machine",
-    "library": "library",
-    "code": "code",
-    "threads": "threads",
-    "configuration": "configuration",
-    "records": "records",
-    "missing": "missing records",
-    "chain": "ledger",
-    "unknown": "unknown",
-}
+HEAD = f"{'step':>6} {'units':>7} {'tokens':>7} {'loss':>10}  {'root recorded':<13} {'recomputed'}"
+WIDTH_MAX = 100
 
 
 def row(verdict: "Verdict") -> str:
@@ -47,6 +36,30 @@ def row(verdict: "Verdict") -> str:
     return "\n".join([line + _outcome(verdict), *_details(verdict)])
 
 
+class Lines:
+    """Verdicts to lines; neighbours of which nothing can be said share one."""
+
+    def __init__(self) -> None:
+        self._follow: list[Verdict] = []
+
+    def of(self, verdict: "Verdict") -> list[str]:
+        """What to print now that `verdict` is known."""
+        if verdict.outcome == "follows":
+            self._follow.append(verdict)
+            return []
+        return [*self.rest(), row(verdict)]
+
+    def rest(self) -> list[str]:
+        """What is left to print at the end."""
+        if not self._follow:
+            return []
+        first, last = self._follow[0], self._follow[-1]
+        steps = [verdict.recorded.step for verdict in (first, last)]
+        self._follow = []
+        span = f"{steps[0]}" if steps[0] == steps[1] else f"{steps[0]}..{steps[1]}"
+        return [f"{span:>6}  {_outcome(first)}"]
+
+
 def units(step: "TrainStep") -> str:
     """`21/32`: trained of those read."""
     return f"{len(step.admitted)}/{len(step.consumed)}"
@@ -54,10 +67,6 @@ def units(step: "TrainStep") -> str:
 
 def short(sha256: str) -> str:
     return sha256[:12]
-
-
-def cause(found: "Cause") -> str:
-    return f"{_LABEL[found.kind]}: {found.text}" if found.kind != "machine" else found.text
 
 
 def _outcome(verdict: "Verdict") -> str:
@@ -68,27 +77,36 @@ def _outcome(verdict: "Verdict") -> str:
             return "RECORDS GONE"
         case "machine":
             return "this machine computes otherwise"
-        case "differs" if verdict.done and verdict.done.result.state.root == verdict.recorded.root_after:
-            return "weights equal, RECORD DIFFERS"
         case "differs":
-            return "DIFFERS"
+            return "weights equal, RECORD DIFFERS" if _same_weights(verdict) else "DIFFERS"
     return "equal"
+
+
+def _same_weights(verdict: "Verdict") -> bool:
+    return verdict.done is not None and verdict.done.result.state.root == verdict.recorded.root_after
 
 
 def _details(verdict: "Verdict") -> Iterator[str]:
     if verdict.tensors is not None:
         yield from _wrapped("first tensor", str(verdict.tensors))
     elif verdict.tensors_unknown:
-        yield from _wrapped("first tensor", f"not known, for {verdict.tensors_unknown}")
+        yield from _wrapped("first tensor", f"can't be told: {verdict.tensors_unknown}")
+    elif verdict.done is not None and _same_weights(verdict):
+        names = list(verdict.done.metrics_that_differ())
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        if names:
+            yield from _wrapped(
+                "the weights are equal", f"these numbers are not: {', '.join(names[:4])}{more}"
+            )
     for number, found in enumerate(verdict.causes):
-        yield from _wrapped("likely cause" if number == 0 else "or", cause(found))
+        yield from _wrapped("likely cause" if number == 0 else "or", found.text)
 
 
 def _wrapped(name: str, text: str) -> list[str]:
-    indent = " " * 8
+    indent, width = " " * 8, min(WIDTH_MAX, shutil.get_terminal_size((WIDTH_MAX, 24)).columns)
     return textwrap.wrap(
         f"{name}: {text}",
-        WIDTH,
+        width,
         initial_indent=indent,
         subsequent_indent=indent + "  ",
         break_on_hyphens=False,
@@ -127,10 +145,12 @@ def document(verdict: "Verdict") -> dict[str, Any]:
     }
 
 
-def summary(verdicts: Sequence["Verdict"]) -> str:
-    """`20 of 20 steps equal, computed in 8.1 s; the first time 9.0 s (1.11x)`."""
-    counted: Counter[str] = Counter(verdict.outcome for verdict in verdicts)
-    text = f"{counted['equal']} of {len(verdicts)} steps equal"
+def summary(verdicts: Sequence["Verdict"], first: int) -> str:
+    """`20 of 20 steps equal; computed in 8.1 s, the first time in 9.0 s (1.11x)`. Those before `first` are
+    not among those asked for."""
+    asked = [verdict for verdict in verdicts if verdict.recorded.step >= first]
+    counted: Counter[str] = Counter(verdict.outcome for verdict in asked)
+    text = f"{counted['equal']} of {len(asked)} steps equal"
     names = {
         "differs": "differ",
         "machine": "where this machine computes otherwise",

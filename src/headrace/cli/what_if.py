@@ -6,6 +6,7 @@ Nothing is written or published. Not here: the arithmetic (`consumers.what_if`),
 
 import math
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli import options, replay_rows
@@ -46,11 +47,12 @@ async def show(found: Ground, first: int, last: int, given: Sequence[str], *, as
             lambda settings: _with(settings, flags),
             cancelled=found.cancelled,
         )
-        async for pair in walk:
-            pairs.append(pair)
-            if not as_json:
-                print("\n" + table(pair), flush=True)
-            advance("what if")
+        async with aclosing(walk):
+            async for pair in walk:
+                pairs.append(pair)
+                if not as_json:
+                    print("\n" + table(pair), flush=True)
+                advance("what if")
     if as_json:
         options.print_json(
             {
