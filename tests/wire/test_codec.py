@@ -42,7 +42,11 @@ def test_records_of_an_older_writer_are_read() -> None:
     assert (turn.user, turn.cohort, turn.text_length) == ("", "", 0)
     told = codec.decode_as(r.Feedback, bytes.fromhex(older["Feedback"]))
     assert (told.continues, told.region, told.text) == (None, "local", b"")
-    assert not codec.decode_as(r.WeightsPromoted, bytes.fromhex(older["WeightsPromoted"])).pinned
+    promoted = codec.decode_as(r.WeightsPromoted, bytes.fromhex(older["WeightsPromoted"]))
+    assert (promoted.pinned, promoted.by) == (False, "canary")
+    assert codec.decode_as(r.WeightsRevoked, bytes.fromhex(older["WeightsRevoked"])).by == "canary"
+    ack = codec.decode_as(r.WeightsAck, bytes.fromhex(older["WeightsAck"]))
+    assert (ack.role, ack.unfit) == ("", False)
     assert codec.decode_as(r.WeightsPublished, bytes.fromhex(older["WeightsPublished"])).checkpoint is None
 
 

@@ -175,7 +175,7 @@ EXAMPLES: dict[str, r.Record] = {
             checkpoint=r.Checkpoint(uri="blobs/06", sha256="06" * 32, step=0, bytes=1 << 20),
             published_ms=1_767_225_602_000,
         ),
-        r.WeightsPromoted(run="demo", version=5, share=0.1, pinned=True, evidence="e-value 23"),
+        r.WeightsPromoted(run="demo", version=5, share=0.1, pinned=True, by="hand", evidence="e-value 23"),
         r.WeightsRevoked(run="demo", version=5, evidence="accept rate fell"),
         r.WeightsAck(
             run="demo",

@@ -340,12 +340,17 @@ class WeightsPromoted(Record, frozen=True, kw_only=True):
     """Of the users, 0 to 1."""
     pinned: bool = False
     """By hand, until another record by hand: no automatic decision moves it."""
+    by: Literal["canary", "hand"] = "canary"
     evidence: str = ""
+    """JSON of what was compared, or a person's words."""
 
 
 class WeightsRevoked(Record, frozen=True, kw_only=True):
+    """The version serves no user any more, from now on."""
+
     run: str
     version: int
+    by: Literal["canary", "hand"] = "canary"
     evidence: str = ""
 
 
@@ -358,6 +363,10 @@ class WeightsAck(Record, frozen=True, kw_only=True):
     version: int
     root: str
     outcome: Literal["serving", "refused"]
+    role: Literal["", "stable", "canary"] = ""
+    """For whom: all but what a release in force gives to others, or the live users of that side."""
+    unfit: bool = False
+    """Of a refusal: the weights themselves are bad, their root is right: no replica can serve them."""
     detail: str = ""
     pause_ms: float = 0.0
     acked_ms: int

@@ -75,6 +75,15 @@ def _state(name: str, note: str) -> Topic:
 
 EXPERIENCE_STATE = _state("experience", "state of the join, written in the transaction of its outputs")
 FEEDBACK_STATE = _state("feedback", "state of the feedback join, written in the transaction of its outputs")
+CANARY_STATE = Topic(
+    "streams.canary.state",
+    (),
+    "run",
+    1,
+    FOR_EVER,
+    compacted=True,
+    note="the comparison under way, written in the transaction of its decisions",
+)
 DEAD_LETTERS = Topic(
     "dead.letters", (r.DeadLetter,), "topic/partition/offset", 1, 30 * DAY_MS, note="original bytes + reason"
 )
@@ -95,6 +104,7 @@ TOPICS: dict[str, Topic] = {
         EVALUATIONS,
         EXPERIENCE_STATE,
         FEEDBACK_STATE,
+        CANARY_STATE,
         DEAD_LETTERS,
     )
 }
