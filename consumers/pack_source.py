@@ -7,7 +7,7 @@ what is in one, and writing one (`consumers.pack`).
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Self, TypeVar, cast
+from typing import Final, Self, TypeVar, cast
 
 import msgspec
 
@@ -17,13 +17,14 @@ from headrace.consumers.pack import MANIFEST, STATE, Lying, Manifest, blob_name,
 from headrace.consumers.pack_reader import PackReader
 from headrace.consumers.replay import Compute, Source, in_place
 from headrace.consumers.start import check_state
-from headrace.errors import StoreError, TrainingError, WireError
+from headrace.errors import PolicyError, StoreError, TrainingError, WireError
 from headrace.policy.checkpoint import to_bf16, to_bytes
 from headrace.trainer import checkpoint
 from headrace.trainer.state import State, published
 from headrace.wire.codec import at, decode
 from headrace.wire.records import Encoding, Record, TrainStep, WeightsPublished
 
+LAYERS_MAX: Final = 4096
 _T = TypeVar("_T", bound=Record)
 
 
@@ -144,8 +145,12 @@ class _PackedLog:
 def _manifest(pack: PackReader) -> Manifest:
     try:
         manifest = msgspec.json.decode(pack.read(MANIFEST), type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, PolicyError) as error:
         raise StoreError(f"{pack.path}: part {MANIFEST!r}: {error}") from error
+    if not 1 <= manifest.model.layers <= LAYERS_MAX:  # the names of their tensors are listed
+        raise StoreError(
+            f"{pack.path}: part {MANIFEST!r}: expected up to {LAYERS_MAX} layers, got {manifest.model.layers}"
+        )
     if not 1 <= manifest.first <= manifest.last:
         raise StoreError(
             f"{pack.path}: part {MANIFEST!r}: expected steps from 1, got {manifest.first} to {manifest.last}"

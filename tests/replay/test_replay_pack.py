@@ -318,6 +318,14 @@ def test_parts_that_contradict_each_other(pack: Path, tmp_path: Path) -> None:
             r"part 'state': expected a checkpoint of this model",
         ),
         (
+            {"manifest": msgspec.json.encode(manifest | {"model": manifest["model"] | {"layers": 1 << 40}})},
+            r"part 'manifest': expected up to 4096 layers, got 1099511627776",
+        ),
+        (
+            {"manifest": msgspec.json.encode(manifest | {"model": manifest["model"] | {"width": 7}})},
+            r"part 'manifest': model: expected vocabulary, width",
+        ),
+        (
             {record: parts["ledger/2"]},
             r"part 'record/.*': expected the record of that place, got train.steps",
         ),

@@ -42,11 +42,22 @@ class Ground:
         refused: list[tuple[int, Exception]] = []
         state = await replay.newest_state(self.source, step, refused=lambda at, e: refused.append((at, e)))
         if refused:
-            found = f"the checkpoint of step {state.step}" if state.step else "the seed"
             at, reason = refused[0]
             more = f" (nor {len(refused) - 1} older)" if len(refused) > 1 else ""
-            self.notes.append(f"the checkpoint of step {at} can't be used{more}: {reason}; from {found}")
+            self.notes.append(
+                f"the checkpoint of step {at} can't be used{more}: {reason}; from {self.origin(state)}"
+            )
         return state
+
+    def origin(self, state: "State") -> str:
+        """What `newest_state` found, in words."""
+        if state.step and state.step == self.source.begin - 1:
+            return f"the pack's state after step {state.step}"
+        if state.step:
+            return f"the checkpoint of step {state.step}"
+        announced = self.source.ledger.published.get(0)
+        from_file = announced is not None and announced.checkpoint is not None
+        return "the checkpoint that the run began with" if from_file else "the seed"
 
 
 @asynccontextmanager

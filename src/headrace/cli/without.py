@@ -35,8 +35,9 @@ async def show(
     as_json: bool = False,
 ) -> int:
     """Computes the steps to `last` without the records that match `given`; 0. Raises ConfigError when nothing
-    matches, or `output` exists, TrainingError when the way to their first use can't be computed again."""
-    from headrace.consumers.replay import state_before
+    matches, or `output` exists, TrainingError when the recorded steps through their first use are not equal
+    here."""
+    from headrace.consumers.replay import check_root, replay, state_before
     from headrace.consumers.without import criterion, uses, without
 
     if output is not None:
@@ -55,6 +56,9 @@ async def show(
         )
         for _ in range(start.step - newest.step):
             advance(f"to step {matching.first}")
+        # Only where the step comes out as recorded does what is left out alone make the difference.
+        async for done in replay(source, start, matching.first, cancelled=found.cancelled):
+            check_root(source, done, found.now)
         steps: list[Without] = []
         async for one in without(source, start, criteria, last, cancelled=found.cancelled):
             steps.append(one)
@@ -134,14 +138,11 @@ async def _apart(found: Ground, start: "State", end: "State") -> "tuple[Distance
 
 def _opening(found: Ground, matching: "Uses", start: "State", last: int) -> list[str]:
     records = sum(map(len, matching.by_step.values()))
-    origin = f"the checkpoint of step {start.step}" if start.step else "the seed"
-    if start.step and start.step == found.source.begin - 1:
-        origin = f"the state after step {start.step}"
     counted = ", ".join(f"{criterion} ({count})" for criterion, count in matching.counts.items())
     return [
         f"run {found.source.run_name}: to step {last} without {counted}",
         f"{_count(records, 'record')} of {_count(len(matching.by_step), 'step')}, first used in step"
-        f" {matching.first}; from {origin}",
+        f" {matching.first}; from {found.origin(start)}",
         *found.notes,
     ]
 
