@@ -53,6 +53,8 @@ class Cell:
     chunks: tuple[int, ...] = ()
     sealed: int = 0
     """Items of `state.log` in those segments."""
+    weight: int = 0
+    """What the state weighed when it was last looked at."""
 
 
 @dataclass(slots=True)
@@ -99,11 +101,7 @@ class Changelog:
     def restore(self, entries: Iterable[Entry]) -> Restored:
         """The cells behind a changelog read from its oldest record to its end. Raises WireError that names
         the key."""
-        values: dict[bytes, bytes] = {}
-        for entry_key, value in entries:
-            values.pop(entry_key, None)
-            if value is not None:
-                values[entry_key] = value
+        values = latest(entries)
         restored = Restored()
         segments = {entry_key for entry_key in values if b"\0" in entry_key}
         for entry_key, value in values.items():
@@ -126,6 +124,12 @@ class Changelog:
         restored.stray = sorted(segments)
         return restored
 
+    def thawed(self, key: str, value: bytes) -> Cell:
+        """The cell in a head that names no segments. Raises WireError."""
+        head = self._decoded(self._heads, key, value)
+        assert not head.chunks, key
+        return Cell(head.state, head.timer_ms)
+
     def _head(self, cell: Cell, state: Any) -> bytes:
         return self._encoder.encode(Head(state, cell.timer_ms, cell.chunks))
 
@@ -142,6 +146,16 @@ class Changelog:
             return decoder.decode(_decompressed(value))
         except (msgspec.DecodeError, zstandard.ZstdError) as error:
             raise WireError(f"state of {key!r}: {error}") from error
+
+
+def latest(entries: Iterable[Entry]) -> dict[bytes, bytes]:
+    """What compaction keeps: the newest value of each key, in their order."""
+    values: dict[bytes, bytes] = {}
+    for key, value in entries:
+        values.pop(key, None)
+        if value is not None:
+            values[key] = value
+    return values
 
 
 def _chunk_key(key: str, segment: int, chunk: int) -> bytes:

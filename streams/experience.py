@@ -13,6 +13,10 @@ A deadline and a worker's failure end a group at their broker time: what the log
 whenever it is read. So the outcome of equal records is equal, in whatever order the topics are read. (A group
 that is complete closes at once, even if a failure from before is read later: nothing is missing.)
 
+A live suggestion is a group of one without a Prompt: it opens at its step, closes with the judgement of
+`streams.feedback` (a reward, a quarantine or `GroupFailed`), and goes out on a topic of its own, so that the
+trainer can give each source its share.
+
 After that the group is remembered for `closed_memory_ms`, so that nothing late can open it again. No reward
 is ever invented: a rollout without all of its required components has reward None.
 """
@@ -36,7 +40,15 @@ from headrace.wire.records import (
     Reward,
     RolloutStep,
 )
-from headrace.wire.topics import EXPERIENCE, EXPERIENCE_STATE, PROMPTS, REWARDS, ROLLOUT_STEPS, Topic
+from headrace.wire.topics import (
+    EXPERIENCE,
+    EXPERIENCE_LIVE,
+    EXPERIENCE_STATE,
+    PROMPTS,
+    REWARDS,
+    ROLLOUT_STEPS,
+    Topic,
+)
 
 Closing = Literal["complete", "timeout", "failed"]
 
@@ -47,15 +59,17 @@ class ExperienceConfig(msgspec.Struct, frozen=True, kw_only=True):
     closed_memory_ms: int = 6 * 3_600_000
     """A closed group is remembered so long: longer than a worker may hold a prompt before it is rolled out
     again."""
+    live_memory_ms: int = 600_000
+    """The same of a live suggestion, which nobody rolls out again: only what was sent twice must be known."""
     orphan_ms: int = 600_000
     """Steps and rewards wait so long for their Prompt."""
     group_bytes_max: int = 64 << 20
     """Decoded records of one group."""
-    open_groups_max: int = 10_000
-    """In one partition."""
+    open_groups_max: int = 250_000
+    """In one partition. Live suggestions are many and small: `open_bytes_max` is what they meet first."""
     open_bytes_max: int = 1 << 30
     """Decoded records of all open groups of a partition."""
-    closed_groups_max: int = 100_000
+    closed_groups_max: int = 500_000
     """Remembered in one partition; the oldest are forgotten first."""
 
 
@@ -80,10 +94,11 @@ class ExperienceJoin:
 
     name = "experience"
     inputs: tuple[Topic, ...] = (PROMPTS, ROLLOUT_STEPS, REWARDS)
-    outputs: tuple[Topic, ...] = (EXPERIENCE,)
+    outputs: tuple[Topic, ...] = (EXPERIENCE, EXPERIENCE_LIVE)
     state_topic = EXPERIENCE_STATE
     state_type: Any = Open | Closed
     item_type: Any = Kept
+    compact = False
 
     def __init__(self, config: ExperienceConfig | None = None) -> None:
         self._config = config = config or ExperienceConfig()
@@ -110,7 +125,7 @@ class ExperienceJoin:
         if not group.add(kept):
             return Result(state, counts=("duplicate",), changed=False)
         state.log.append(kept)
-        if isinstance(event.record, Prompt | GroupFailed):
+        if isinstance(event.record, Prompt | GroupFailed) or group.live is event.record:
             # Records after the group's end do not count, whichever was read first.
             state.__dict__["group"] = group = Group.of(state.log)
         if group.bytes > self._config.group_bytes_max:
@@ -147,23 +162,27 @@ class ExperienceJoin:
             run=group.run,
             group_id=key,
             source=group.source,
-            env=group.prompt.env if group.prompt else "",
+            env=group.env,
             task_id=group.prompt.task_id if group.prompt else "",
             group_size=len(group.members),
             rollouts=rollouts,
             missing=group.missing() if with_rollouts else tuple(group.members),
             closed=closed,
-            reason=reason,
+            reason=reason or group.thrown_out,
             admitted_version=group.admitted_version,
             opened_ms=group.first_ms,
             closed_ms=at_ms,
             region=group.region,
+            user=group.user,
         )
+        topic, memory_ms = EXPERIENCE, self._config.closed_memory_ms
+        if group.live is not None:
+            topic, memory_ms = EXPERIENCE_LIVE, self._config.live_memory_ms
         return Result(
             Closed(at_ms),
-            (Output(EXPERIENCE.name, key, experience, key),),
-            timer_ms=at_ms + self._config.closed_memory_ms,
-            counts=(f"closed.{closed}",),
+            (Output(topic.name, key, experience, key),),
+            timer_ms=at_ms + memory_ms,
+            counts=(f"closed.{closed}" if group.live is None else f"closed.live.{closed}",),
         )
 
 
@@ -198,6 +217,9 @@ def check(record: Record, prompt: Prompt | None) -> None:
             _expect(in_range, f"value of {record.component}", bounds, record.value)
         return
     _expect(record.step >= 0, "step", "at least 0", record.step)
+    if record.source == "live":
+        whole = (record.member, record.step, record.last) == (0, 0, True)
+        _expect(whole, "live step", "member 0, step 0, last", (record.member, record.step, record.last))
     tokens = len(record.tokens_out) // 4
     fed = len(record.tokens_in) // 4 + tokens - (record.step == 0)  # a step's last output is fed in the next
     lengths = (len(record.tokens_out), len(record.logp), len(record.loss_mask))

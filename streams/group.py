@@ -5,6 +5,8 @@ never stored.
 
 An attempt is never mixed with another inside one rollout. A member's rollout is its highest attempt that is
 whole and rewarded; else the highest whole one; else the highest there is.
+
+A live suggestion is a group of one that no Prompt announces: its step says all that a Prompt would.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -14,6 +16,12 @@ import msgspec
 
 from headrace.wire.codec import encode_plain
 from headrace.wire.records import GroupFailed, Prompt, Record, Reward, Rollout, RolloutStep, Source
+
+LIVE_COMPONENTS = {"user": 1.0}
+"""What the reward of a live suggestion is made of: the one judgement of `streams.feedback`."""
+LIVE_MS = 6 * 3_600_000
+"""A live suggestion waits so long for its judgement: far longer than any window of the feedback join, which
+may have been away."""
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -95,6 +103,9 @@ class Group:
         self.bytes = 0
         self.first_ms = 0
         self.last_ms = 0
+        self.live: RolloutStep | None = None
+        """The step of a live suggestion; None in a group that a Prompt announces."""
+        self._live_ms = 0
         self._any: Record | None = None
         self._newest = 0
         self._failed: GroupFailed | None = None
@@ -102,12 +113,15 @@ class Group:
         self._seen: set[Hashable] = set()
         self._members: dict[int, dict[int, Attempt]] = {}
         self._settled: set[int] = set()
+        self._quarantines: dict[str, str] = {}
 
     @classmethod
     def of(cls, log: list[Kept]) -> "Group":
         """The group behind `log`; records after its end do not count, in whatever order they stand there."""
         group = cls()
         group.prompt = next((kept.prompt for kept in log if kept.prompt is not None), None)
+        for kept in log:
+            group._note_live(kept)
         for kept in sorted(log, key=lambda kept: kept.at_ms):
             if kept.prompt is not None or group.ends_ms is None or kept.at_ms <= group.ends_ms:
                 group.add(kept)
@@ -125,6 +139,7 @@ class Group:
             self.last_ms = max(self.last_ms, kept.at_ms)
         if kept.step is not None:
             self._any = kept.step
+            self._note_live(kept)
             self._add_step(kept.step)
         elif kept.reward is not None:
             self._any = kept.reward
@@ -139,12 +154,15 @@ class Group:
 
     @property
     def ends_ms(self) -> int | None:
-        """The last broker time that counts: of a failure or the deadline. None: no Prompt yet."""
-        if self.prompt is None:
+        """The last broker time that counts: of a failure or the deadline. None: neither Prompt nor live step
+        yet."""
+        if self.prompt is not None:
+            deadline_ms = self.prompt.deadline_ms
+        elif self.live is not None:
+            deadline_ms = self._live_ms + LIVE_MS
+        else:
             return None
-        return (
-            self.prompt.deadline_ms if self.failure is None else min(self._failed_ms, self.prompt.deadline_ms)
-        )
+        return deadline_ms if self.failure is None else min(self._failed_ms, deadline_ms)
 
     @property
     def failure(self) -> GroupFailed | None:
@@ -154,24 +172,36 @@ class Group:
     @property
     def members(self) -> Sequence[int]:
         """Those that the Prompt asked for; without one, those that were seen."""
-        return sorted(self._members) if self.prompt is None else range(self.prompt.group_size)
+        return sorted(self._members) if self._size is None else range(self._size)
 
     @property
     def complete(self) -> bool:
         return (
-            self.prompt is not None
-            and len(self._settled) >= self.prompt.group_size
+            self._size is not None
+            and len(self._settled) >= self._size
             and all(member in self._settled for member in self.members)
         )
+
+    @property
+    def _size(self) -> int | None:
+        if self.prompt is not None:
+            return self.prompt.group_size
+        return None if self.live is None else 1
+
+    @property
+    def _components(self) -> dict[str, float]:
+        """The required ones; empty while they are unknown."""
+        if self.prompt is not None:
+            return self.prompt.components
+        return {} if self.live is None else LIVE_COMPONENTS
 
     def missing(self) -> tuple[int, ...]:
         return tuple(member for member in self.members if member not in self._settled)
 
     def rollouts(self) -> tuple[Rollout, ...]:
         """One for each member that sent a step, in order."""
-        weights = {} if self.prompt is None else self.prompt.components
         return tuple(
-            _rollout(member, *best, weights)
+            _rollout(member, *best, self._components)
             for member in self.members
             if (best := self._best(self._members.get(member, {}))) is not None
         )
@@ -191,6 +221,21 @@ class Group:
         return min((step.region for step in self._steps()), default="local")
 
     @property
+    def env(self) -> str:
+        if self.prompt is not None:
+            return self.prompt.env
+        return "" if self.live is None else "live"
+
+    @property
+    def user(self) -> str:
+        return "" if self.live is None else self.live.user
+
+    @property
+    def thrown_out(self) -> str:
+        """Why the judgement of a live suggestion is a quarantine; empty otherwise."""
+        return "" if self.live is None else min(self._quarantines.values(), default="")
+
+    @property
     def admitted_version(self) -> int:
         """The Prompt's; without one, the oldest that a step was generated under."""
         if self.prompt is not None:
@@ -205,6 +250,10 @@ class Group:
             for step in attempt.steps.values()
         )
 
+    def _note_live(self, kept: Kept) -> None:
+        if kept.step is not None and kept.step.source == "live" and self.prompt is None and self.live is None:
+            self.live, self._live_ms = kept.step, kept.at_ms
+
     def _add_step(self, step: RolloutStep) -> None:
         attempt = self._attempt(step.member, step.attempt)
         attempt.steps[step.step] = step
@@ -216,6 +265,7 @@ class Group:
         attempt = self._attempt(reward.member, reward.attempt)
         if reward.verdict == "quarantine":
             attempt.quarantined = True
+            self._quarantines[reward.component] = reward.evidence or reward.component
         else:
             attempt.scores[reward.component] = reward.value
         self._settle(reward.member, attempt)
@@ -225,11 +275,11 @@ class Group:
         return self._members.setdefault(member, {}).setdefault(number, Attempt())
 
     def _settle(self, member: int, attempt: Attempt) -> None:
-        if self.prompt is not None and attempt.settled(self.prompt.components):
+        if self._size is not None and attempt.settled(self._components):
             self._settled.add(member)
 
     def _best(self, attempts: dict[int, Attempt]) -> tuple[int, Attempt] | None:
-        components = {} if self.prompt is None else self.prompt.components
+        components = self._components
         tried = [(number, attempt) for number, attempt in attempts.items() if attempt.steps]
         return max(
             tried, key=lambda try_: (try_[1].settled(components), try_[1].whole, try_[0]), default=None

@@ -72,6 +72,9 @@ class Processor(Protocol):
     """Their `weight` together."""
     settled_max: int
     """Settled states in one partition; the oldest are forgotten first."""
+    compact: bool
+    """States lie in memory as they lie in the changelog, and are decoded for each batch that touches them:
+    for many small states. One must fit into a head (`changelog.HEAD_BYTES`)."""
 
     def key(self, record: Record) -> str: ...
 
