@@ -30,6 +30,7 @@ from headrace.cli.accounts import (
 )
 from headrace.cli.lengths import LengthTest, length_test
 from headrace.cli.options import Place
+from headrace.cli.reading import CLOSED_TOPICS
 from headrace.errors import ConfigError
 from headrace.wire.topics import EXPERIENCE, PROMPTS, REWARDS, ROLLOUT_STEPS, TRAIN_STEPS
 
@@ -48,7 +49,7 @@ the median length) are tested against the others with Fisher's exact test, one-s
 way (failed, incomplete, malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p
 < 0.01 is a warning. A group that closed with nothing has no known length and is left out."""
 
-SNAPSHOT_TRIES = 40
+SNAPSHOT_TRIES = 20
 SNAPSHOT_PAUSE_S = 0.05
 DIFFERENCES_SHOWN = 10
 NOTE_WIDTH = 80
@@ -106,12 +107,12 @@ async def account(bus: Bus, where: Place) -> Account:
             raise ConfigError(
                 f"{needed}: expected the topic on this bus, found {', '.join(topics) or 'none'}"
             )
-    ledger, committed = await _snapshot(bus, name)
+    ledger, committed = await _snapshot(bus, name, [topic for topic in CLOSED_TOPICS if topic in topics])
     if not ledger.steps and not committed:
         await expect_run(bus, name)
     total = sum(
         info.records
-        for topic in (EXPERIENCE.name, PROMPTS.name, ROLLOUT_STEPS.name, REWARDS.name)
+        for topic in (*CLOSED_TOPICS, PROMPTS.name, ROLLOUT_STEPS.name, REWARDS.name)
         for info in topics.get(topic, ())
     )
     progress = Progress("accounting", total)
@@ -127,7 +128,7 @@ async def account(bus: Bus, where: Place) -> Account:
     return Account(name, ledger, side, compare(ledger, side))
 
 
-async def _snapshot(bus: Bus, run: str) -> tuple[LedgerSide, dict[TopicPartition, int]]:
+async def _snapshot(bus: Bus, run: str, topics: list[str]) -> tuple[LedgerSide, dict[TopicPartition, int]]:
     """The ledger and the positions that its last step committed: written in one transaction, read in two
     calls, so again while they differ and steps go on."""
     from headrace.cli.accounts_ledger import by_ledger
@@ -135,7 +136,7 @@ async def _snapshot(bus: Bus, run: str) -> tuple[LedgerSide, dict[TopicPartition
     for _ in range(SNAPSHOT_TRIES):
         ends = await bus.ends([TRAIN_STEPS.name])
         ledger = await by_ledger(bus, run)
-        committed = await bus.committed(f"trainer-{run}", [EXPERIENCE.name])
+        committed = await bus.committed(f"trainer-{run}", topics)
         at = {f"{tp.topic}/{tp.partition}": offset for tp, offset in committed.items()}
         still = await bus.ends([TRAIN_STEPS.name]) == ends
         if still and (
@@ -244,7 +245,9 @@ def _dimension(told: Account, key: Callable[[Origin], Any]) -> list[tuple[object
         counts = by_value.setdefault(key(answer.origin), Counter())
         lost = "lost" if answer.outcome in LOST else "set aside"
         counts["trained" if answer.outcome == TRAINED else lost] += 1
-    for _, origin in told.topics.in_flight.values():
+    for group_id, (_, origin) in told.topics.in_flight.items():
+        if group_id in told.ledger.answers:  # they contradict each other: counted once, where it ended
+            continue
         by_value.setdefault(key(origin), Counter())["in flight"] += 1
     unequal = {
         key(cell[0])

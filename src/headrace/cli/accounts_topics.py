@@ -21,13 +21,13 @@ from headrace.cli.accounts import (
     TopicsSide,
 )
 from headrace.cli.accounts_verdict import tokens_longest, verdict
-from headrace.cli.reading import Progress, Told, partition
+from headrace.cli.reading import CLOSED_TOPICS, Progress, Told, partition
 from headrace.errors import StoreError, StoreUnavailable, WireError
 from headrace.store.blobs import Blobs
 from headrace.store.claims import check_out
 from headrace.wire import records as r
 from headrace.wire.codec import at
-from headrace.wire.topics import DEAD_LETTERS, EXPERIENCE, PROMPTS, REWARDS, ROLLOUT_STEPS
+from headrace.wire.topics import DEAD_LETTERS, PROMPTS, REWARDS, ROLLOUT_STEPS
 
 ORPHAN_MS = 600_000
 """What has no Prompt is looked for so far back from the newest record: the join closes it by then."""
@@ -92,7 +92,7 @@ async def by_topics(
     letters = await _letters(bus) if DEAD_LETTERS.name in topics else set()
     # Groups first, prompts after them: a group that closed meanwhile has its Prompt already.
     judge = _Judge(side, run, sequence_tokens_max, blobs, letters)
-    for tp, begin in sorted((await bus.begins([EXPERIENCE.name])).items()):
+    for tp, begin in sorted((await bus.begins([n for n in CLOSED_TOPICS if n in topics])).items()):
         side.begins[f"{tp.topic}/{tp.partition}"] = begin
         async for item in partition(bus, tp, progress=progress):
             await judge.read(item, answered=item.delivery.offset < committed.get(tp, 0))
@@ -182,7 +182,7 @@ async def _letters(bus: Bus) -> set[str]:
     found = set()
     async for item in partition(bus, TopicPartition(DEAD_LETTERS.name, 0)):
         letter = item.record
-        if isinstance(letter, r.DeadLetter) and (letter.by, letter.topic) == (BY_TRAINER, EXPERIENCE.name):
+        if isinstance(letter, r.DeadLetter) and letter.by == BY_TRAINER:
             found.add(at(letter.topic, letter.partition, letter.offset))
     return found
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from headrace.bus.protocol import Bus, Delivery, TopicPartition
 from headrace.errors import BusError, ConfigError, WireError
 from headrace.wire.codec import decode
-from headrace.wire.records import Record, TrainStep
-from headrace.wire.topics import TRAIN_STEPS
+from headrace.wire.records import Experience, Record, TrainStep
+from headrace.wire.topics import TOPICS, TRAIN_STEPS
 
+CLOSED_TOPICS = tuple(topic.name for topic in TOPICS.values() if Experience in topic.records)
+"""Where closed units lie."""
 SHOW_S = 0.5
 """Between two lines of progress; work that is done before shows none."""
 SKEW_MS = 60_000

@@ -15,18 +15,14 @@ from headrace.wire import records as r
 from headrace.wire.codec import at
 from headrace.wire.topics import (
     DEAD_LETTERS,
-    EXPERIENCE,
-    FEEDBACK,
-    PROMPTS,
-    REWARDS,
-    ROLLOUT_STEPS,
+    TOPICS,
     TRAIN_STEPS,
     WEIGHTS,
     WEIGHTS_ACKS,
 )
 
-OWN = (PROMPTS.name, ROLLOUT_STEPS.name, REWARDS.name, FEEDBACK.name, EXPERIENCE.name)
-"""Topics keyed by the group."""
+OWN = tuple(topic.name for topic in TOPICS.values() if topic.key == "group_id" and topic.records)
+"""Topics keyed by the group, as the stream runs."""
 RECORDS_MAX = 100_000
 """Of one group; a flood under one key is cut here, and the story says so."""
 

@@ -153,6 +153,9 @@ def _station(story: Story, item: Told, member: int | None) -> tuple[str, str]:
         case r.Feedback() as signal:
             length = "" if signal.accepted_length is None else f", {signal.accepted_length} characters"
             return "signal", f"{signal.kind}{length}"
+        case r.Exposure() as exposure:
+            what = "silent" if exposure.silent else f"shown {exposure.shown}, accepted {exposure.accepted:g}"
+            return "compared", f"v{exposure.version} as {exposure.cohort}: {what}"
         case r.Experience() as experience:
             missing = f", members missing: {_numbers(experience.missing)}" if experience.missing else ""
             why = f": {experience.reason}" if experience.reason else ""
