@@ -17,3 +17,8 @@ class TestTrainingOnKafka(TrainingCases):
     @pytest.fixture
     def other(self, tmp_path: Path, kafka: str) -> Place:
         return Place(tmp_path / "there", f"kafka:{kafka}", f"run-{uuid.uuid4().hex[:8]}")
+
+    @pytest.fixture
+    def asleep_at(self, place: Place) -> str:
+        """The third transaction: its records are sent, and not committed."""
+        return f"bus.in_transaction/trainer-{place.run.name}@3"

@@ -15,3 +15,8 @@ class TestTrainingOnSqlite(TrainingCases):
     @pytest.fixture
     def other(self, tmp_path: Path) -> Place:
         return Place(tmp_path / "there")
+
+    @pytest.fixture
+    def asleep_at(self) -> str:
+        """Not in the transaction itself: there it holds the file's lock, and everybody waits for it."""
+        return "trainer.uploaded@2"

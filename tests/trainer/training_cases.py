@@ -2,6 +2,7 @@
 Kafka."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,12 @@ from trainer_records import rollout
 from training_place import CONFIG, Place, all_of, check_whole, messages
 from training_process import Fuse, FusedBlobs, FusedBus
 
+from headrace import failpoints
 from headrace.bus.protocol import Message
 from headrace.consumers.batches import positions_by_name
+from headrace.consumers.kept import live
 from headrace.consumers.ledger import read_ledger
+from headrace.consumers.names import announced
 from headrace.errors import BusUnavailable, Fenced
 from headrace.policy.checkpoint import from_bytes, weights_root
 from headrace.store.blobs import Blobs
@@ -178,6 +182,37 @@ class TrainingCases:
 
         asyncio.run(scenario())
         assert f"fenced run={place.run.name}" in caplog.text
+
+    def test_a_trainer_that_wakes_in_mid_step_is_fenced(self, place: Place, asleep_at: str) -> None:
+        """Stopped in its second step, and woken when another process has brought the run to its end: it says
+        that it is fenced, last, and leaves nothing behind but blobs that nobody names."""
+        settings = msgspec.json.encode(StepSettings(run=place.run, trainer=CONFIG)).decode()
+
+        async def prepare() -> None:
+            async with place.opened() as bus:
+                await bus.produce(messages(place.groups(6), partition=0))
+
+        async def check() -> None:
+            async with place.opened() as bus:
+                ledger = await read_ledger(bus, place.run.name)
+            check_whole(ledger.steps, place.units(6))
+            named = {saved.uri for saved in live(ledger.steps).values()}.union(
+                *map(announced, ledger.published.values())
+            )
+            assert named <= {blob.uri async for blob in Blobs.open(place.store).listing()}
+
+        asyncio.run(prepare())
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), place.bus, place.store, settings, "never", "never"],
+            env={**os.environ, failpoints.VARIABLE: f"{asleep_at}=SIGSTOP:{place.directory}/asleep"},
+            capture_output=True,
+            text=True,
+            timeout=80,
+        )
+        assert done.stdout.split() == ["asleep", "0", str(Fenced.exit_code)], done.stderr
+        assert f"fenced run={place.run.name}" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("Fenced: ")
+        asyncio.run(check())
 
     @pytest.mark.parametrize("lost", ["before", "after"])
     def test_an_unknown_outcome_is_looked_up(self, place: Place, lost: str) -> None:

@@ -3,7 +3,9 @@ tests.
 
 One trainer after the other, each forked from this process (which has imported torch and runs nothing). It
 kills itself with SIGKILL at the COUNT-th passing of POINT: `put` (a blob is stored), `before` (a transaction
-is about to begin), `after` (it is committed, nobody knows yet), `never`. Prints the exit codes.
+is about to begin), `after` (it is committed, nobody knows yet), `never`. Prints the exit codes, minus the
+signal for one that was killed. One that stops itself (a failpoint) is `asleep`, and is woken when the others
+have ended: its exit code is the last.
 """
 
 import asyncio
@@ -105,11 +107,11 @@ async def main(address: str, store: str, settings: StepSettings, fuse: Fuse) -> 
         await training.run(fused, settings.run, settings.trainer, blobs, stop, seed=seed())
 
 
-def trainer(address: str, store: str, settings: StepSettings, fuse: Fuse) -> int:
-    """Exit code of a trainer in a process of its own; minus the signal that killed it."""
+def start(address: str, store: str, settings: StepSettings, fuse: Fuse) -> int:
+    """Pid of a trainer in a process of its own."""
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return pid
     try:
         asyncio.run(main(address, store, settings, fuse))
     except HeadraceError as error:
@@ -121,6 +123,16 @@ def trainer(address: str, store: str, settings: StepSettings, fuse: Fuse) -> int
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     settings = msgspec.json.decode(sys.argv[3], type=StepSettings)
+    sleepers = []
     for fuse in sys.argv[4:]:
         point, _, count = fuse.partition(":")
-        print(trainer(sys.argv[1], sys.argv[2], settings, Fuse(point, int(count or 1))), flush=True)
+        pid = start(sys.argv[1], sys.argv[2], settings, Fuse(point, int(count or 1)))
+        status = os.waitpid(pid, os.WUNTRACED)[1]
+        if os.WIFSTOPPED(status):
+            sleepers.append(pid)
+            print("asleep", flush=True)
+        else:
+            print(os.waitstatus_to_exitcode(status), flush=True)
+    for pid in sleepers:
+        os.kill(pid, signal.SIGCONT)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
