@@ -71,7 +71,8 @@ async def _check_store(blobs: BlobReader, ledger: Ledger, run: RunConfig) -> Non
 
 
 async def _check_positions(bus: Bus, ledger: Ledger, run: RunConfig, group: str) -> None:
-    committed = await bus.committed(group, [EXPERIENCE.name])
+    topics = sorted({tp.topic for tp in positions_of(ledger.steps[-1].positions)}) if ledger.steps else []
+    committed = await bus.committed(group, topics or [EXPERIENCE.name])
     if not ledger.steps:
         if committed and not ledger.published:
             raise TrainingError(
@@ -87,7 +88,7 @@ async def _check_positions(bus: Bus, ledger: Ledger, run: RunConfig, group: str)
             f"run {run.name!r}: expected {group} to have read up to {_shown(positions)}, as step {head.step}"
             f" says, found {_shown(ahead)}: the end of the ledger was lost"
         )
-    ends = await bus.ends([EXPERIENCE.name])
+    ends = await bus.ends(topics)
     for tp, position in positions.items():
         if position > ends.get(tp, 0):
             raise OffsetGone(
@@ -106,7 +107,7 @@ async def _check_records(bus: Bus, ledger: Ledger, run: RunConfig) -> None:
         tp = TopicPartition(consumed.topic, consumed.partition)
         if tp not in newest or consumed.offset > newest[tp].offset:
             newest[tp] = consumed
-    begins = await bus.begins([EXPERIENCE.name])
+    begins = await bus.begins(sorted({tp.topic for tp in newest}))
     for tp, consumed in newest.items():
         if consumed.offset < begins[tp]:
             continue  # retention took it: then nothing can be told

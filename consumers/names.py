@@ -2,7 +2,7 @@
 
 | record | names |
 |---|---|
-| `experience`, and what of it lies in `dead.letters` | the blob of its claim |
+| `experience`, `experience.live`, and what of it lies in `dead.letters` | the blob of its claim |
 | `weights` | the manifest, every encoding, and the state that a run began with |
 | `train.steps` | the checkpoints that are live, of every run |
 
@@ -26,9 +26,9 @@ from headrace.wire.records import (
     TrainStep,
     WeightsPublished,
 )
-from headrace.wire.topics import DEAD_LETTERS, EXPERIENCE, TOPICS, TRAIN_STEPS, WEIGHTS
+from headrace.wire.topics import DEAD_LETTERS, EXPERIENCE, EXPERIENCE_LIVE, TOPICS, TRAIN_STEPS, WEIGHTS
 
-READ = (EXPERIENCE.name, DEAD_LETTERS.name, WEIGHTS.name, TRAIN_STEPS.name)
+READ = (EXPERIENCE.name, EXPERIENCE_LIVE.name, DEAD_LETTERS.name, WEIGHTS.name, TRAIN_STEPS.name)
 
 
 class _Claiming(Record, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Names:
     def _apply(self, delivery: Delivery) -> None:
         _check_known(delivery)
         match delivery.topic:
-            case EXPERIENCE.name | DEAD_LETTERS.name:
+            case EXPERIENCE.name | EXPERIENCE_LIVE.name | DEAD_LETTERS.name:
                 uri = _claimed(delivery)
                 if uri is not None:
                     self._claims.setdefault(delivery.tp, deque()).append((delivery.offset, uri))

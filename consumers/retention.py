@@ -12,7 +12,7 @@ from headrace.bus.protocol import Bus, TopicPartition
 from headrace.consumers import kept
 from headrace.wire.codec import at
 from headrace.wire.records import TrainStep
-from headrace.wire.topics import EXPERIENCE, FOR_EVER
+from headrace.wire.topics import FOR_EVER
 
 WARN_SHARE: Final = 0.1
 """Of the retention time: who has less left is warned. Nine days of ninety."""
@@ -30,15 +30,17 @@ class Outlook:
     """Where the log begins now, if that is later than what is needed."""
     gone_since_start: bool
     """Whether records that a replay from the very start needs are gone."""
-    retention_ms: int
     left_ms: int | None
+    retention_ms: int | None
+    """Of the topic that `left_ms` speaks of."""
 
     @property
     def state(self) -> Literal["kept", "soon", "gone"]:
         if self.gone:
             return "gone"
-        soon = self.left_ms is not None and self.left_ms < WARN_SHARE * self.retention_ms
-        return "soon" if soon else "kept"
+        if self.left_ms is None or self.retention_ms is None:
+            return "kept"
+        return "soon" if self.left_ms < WARN_SHARE * self.retention_ms else "kept"
 
     def gone_text(self) -> str:
         """`experience[0]@12..39, experience[2]@7..30`: the offsets that are needed and gone."""
@@ -63,17 +65,17 @@ async def outlook(bus: Bus, steps: Sequence[TrainStep], *, now_ms: int) -> Outlo
     """What the log has of what `steps`, a run's whole ledger, may need. Raises BusUnavailable."""
     since = min(kept.live(steps), default=0)
     wanted = needed(steps, since)
-    begins, ends = await bus.begins([EXPERIENCE.name]), await bus.ends([EXPERIENCE.name])
-    kept_ms = await bus.retention_ms(EXPERIENCE.name)
-    oldest_ms = None if kept_ms == FOR_EVER else await _oldest_ms(bus, wanted, begins, ends)
+    topics = sorted({tp.topic for tp in wanted})
+    begins = await bus.begins(topics)
+    left = {topic: await _left_ms(bus, topic, wanted, begins, now_ms) for topic in topics}
+    shortest = min((spell for spell in left.values() if spell is not None), default=None)
     return Outlook(
         since=since,
         needed=wanted,
         gone=_later(begins, wanted),
         gone_since_start=bool(_later(begins, needed(steps, 0))),
-        retention_ms=kept_ms,
-        # Never negative: what is overdue goes at the next look of the log, and this clock may be ahead.
-        left_ms=None if oldest_ms is None else max(0, oldest_ms + kept_ms - now_ms),
+        left_ms=None if shortest is None else shortest[0],
+        retention_ms=None if shortest is None else shortest[1],
     )
 
 
@@ -83,21 +85,27 @@ def _later(
     return {tp: begins[tp] for tp, offset in wanted.items() if begins.get(tp, 0) > offset}
 
 
-async def _oldest_ms(
+async def _left_ms(
     bus: Bus,
+    topic: str,
     wanted: Mapping[TopicPartition, int],
     begins: Mapping[TopicPartition, int],
-    ends: Mapping[TopicPartition, int],
-) -> int | None:
-    """Append time of the oldest record that is needed and there."""
+    now_ms: int,
+) -> tuple[int, int] | None:
+    """(until retention may take the oldest record that is needed, retention), or None when it takes none."""
+    kept_ms = await bus.retention_ms(topic)
+    if kept_ms == FOR_EVER:
+        return None
+    ends = await bus.ends([topic])
     times = []
-    for tp, offset in wanted.items():
-        start, end = max(offset, begins.get(tp, 0)), ends.get(tp, 0)
+    for tp, end in ends.items():
+        start = max(wanted.get(tp, end), begins[tp])
         if start < end:
             async for delivery in bus.read_range(tp, start, end):
                 times.append(delivery.timestamp_ms)
                 break
-    return min(times, default=None)
+    # Never negative: what is overdue goes at the next look of the log, and this clock may be ahead.
+    return (max(0, min(times) + kept_ms - now_ms), kept_ms) if times else None
 
 
 def _partition(name: str) -> TopicPartition:
