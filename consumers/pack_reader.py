@@ -73,6 +73,10 @@ class PackReader:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
+    def stored(self, name: str) -> int:
+        """Bytes that a part takes in the file, without its head."""
+        return self._parts[name].head.stored
+
     def read(self, name: str) -> bytes:
         """The content of a part, hashed again. Raises StoreError."""
         if name not in self._parts:

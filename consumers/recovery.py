@@ -46,6 +46,8 @@ async def recover(
     state = _held(ledger, held)
     if state is not None:
         return state
+    if start_from and ledger.published:
+        log.event(_logger, "start_from_passed_over", file=start_from, reason="the run has begun")
     source = Source(bus, blobs, ledger, run_name, group, seed, compute, start_from, run_step)
     state = await newest_state(source, ledger.version)
     async for done in replay(source, state, ledger.version, cancelled=cancelled):

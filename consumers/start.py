@@ -46,8 +46,6 @@ async def first_state(
         state = read_start(Path(start_from), model, positions)
         log.event(_logger, "start_from", file=start_from, root=state.root[:12], updates=state.updates)
         return state
-    if start_from:
-        log.event(_logger, "start_from_passed_over", file=start_from, reason="the run has begun")
     if begun is not None and begun.checkpoint is not None:
         place = f"{begun.checkpoint.uri}: start of run {run_name!r}"
         data = await blobs.get(begun.checkpoint.uri, begun.checkpoint.sha256)

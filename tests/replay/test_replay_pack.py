@@ -355,3 +355,19 @@ def test_records_that_are_gone_are_named(trained: Place, tmp_path: Path) -> None
     with pytest.raises(StoreError, match=r"experience\[0\]@90\d.*have left the log"):
         asyncio.run(scenario())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.kafka
+def test_steps_of_a_run_on_kafka(kafka: str, tmp_path: Path) -> None:
+    """Exported from the broker, they replay equal without it."""
+    place = Place(tmp_path, f"kafka:{kafka}", name=f"pack{tmp_path.name}")
+    path = tmp_path / "kafka.hrpack"
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            await bus.produce(messages(place.groups(6)))
+            await place.train(bus)
+        await exported(place, 2, 3, path)
+        assert [done.equal for done in await from_pack(path, 2, 3)] == [True, True]
+
+    asyncio.run(scenario())
