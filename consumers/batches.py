@@ -1,20 +1,21 @@
 """The trainer's input: the next closed groups of its run, in the order read.
 
-A step takes `groups_per_step` groups that were never read before; duplicates ride along, groups of other
-runs on the same log are passed over. Waiting is measured, and long waiting raises an alarm. Not here: whether
-a group is trained (`trainer.admission`).
+A step takes `groups_per_step` simulated groups that were never read before, and up to `live_per_step` live
+units; duplicates ride along, groups of other runs on the same log are passed over. Waiting is measured, and
+long waiting raises an alarm. Not here: whether a group is trained (`trainer.admission`).
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace import log
 from headrace.bus.dead_letters import dead_letter
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition
+from headrace.config import RunConfig
 from headrace.errors import OffsetGone, StoreError, StoreUnavailable, WireError
 from headrace.store.blobs import BlobReader, Blobs
 from headrace.store.claims import check_out
@@ -22,6 +23,7 @@ from headrace.trainer.admission import Entry
 from headrace.wire.codec import decode
 from headrace.wire.packed import TOKEN_BYTES
 from headrace.wire.records import Consumed, Experience, Rollout, TrainStep
+from headrace.wire.topics import EXPERIENCE, EXPERIENCE_LIVE
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ ENTRIES_FACTOR = 4
 """A step ends early at so many records for each group it should have: a flood of duplicates stays bounded."""
 WAIT_MS = 200
 """How soon a stop is seen while nothing comes."""
+LOOK_MS = 10
+"""For what need not be waited for."""
 
 
 @dataclass(slots=True)
@@ -51,65 +55,97 @@ class Batch:
 
 
 class Batches:
-    """Reads from `positions` on, through a reader that stays open."""
+    """Reads from `positions` on, through readers that stay open: one for each source, so that neither
+    source's backlog can stand before the other's."""
 
     def __init__(
         self,
-        reader: Reader,
+        readers: Mapping[str, Reader],
         blobs: Blobs,
+        run: RunConfig,
         *,
-        run_name: str,
-        groups: int,
         alarm_ms: int,
         positions: dict[str, int],
     ) -> None:
-        self._reader = reader
+        """`readers`: by topic, `experience` and `experience.live`."""
         self._blobs = blobs
-        self._run_name = run_name
-        self._groups = groups
+        self._run = run
         self._alarm_s = alarm_ms / 1000
         self._positions = positions
-        self._ahead: deque[Delivery] = deque()
-        """Read and not yet taken; at most one read's worth."""
+        self._simulated = _Lane(readers[EXPERIENCE.name], run.groups_per_step)
+        self._live = _Lane(readers[EXPERIENCE_LIVE.name], run.live_per_step)
 
-    async def next(self, seen: Container[str], stop: asyncio.Event) -> Batch | None:
-        """The next full batch, or None when `stop` is set before. Raises OffsetGone, BusUnavailable,
-        StoreUnavailable."""
+    async def next(self, seen: Container[str], version: int, stop: asyncio.Event) -> Batch | None:
+        """The next batch for a step from `version`, or None when `stop` is set before. Raises OffsetGone,
+        BusUnavailable, StoreUnavailable.
+
+        Simulated groups set the pace: the feed issues as many as steps consume. Live units ride along, as
+        many as there are up to their share; they set the pace only where nothing is simulated.
+        """
         batch = Batch(dict(self._positions))
+        pace, riding = self._simulated, self._live
+        if not pace.units:
+            pace, riding = riding, pace
+        if not await self._take(pace, batch, seen, version, stop, wait=True):
+            return None
+        await self._take(riding, batch, seen, version, stop, wait=False)
+        self._positions = batch.positions
+        return batch
+
+    async def _take(
+        self,
+        lane: "_Lane",
+        batch: Batch,
+        seen: Container[str],
+        version: int,
+        stop: asyncio.Event,
+        *,
+        wait: bool,
+    ) -> bool:
+        """Adds the lane's share to `batch`; False when told to stop before."""
         fresh: set[str] = set()
-        while len(fresh) < self._groups and len(batch.entries) < ENTRIES_FACTOR * self._groups:
-            if not self._ahead and not await self._read(batch, len(fresh), stop):
-                return None
-            delivery = self._ahead[0]
+        before = len(batch.entries)
+        while len(fresh) < lane.units and len(batch.entries) - before < ENTRIES_FACTOR * lane.units:
+            if not lane.ahead and not await self._read(lane, batch, len(fresh), stop, wait=wait):
+                return not wait
+            delivery = lane.ahead[0]
             entry = await entry_of(delivery, self._blobs)
-            self._ahead.popleft()  # only now: a store that is away must not lose it
+            lane.ahead.popleft()  # only now: a store that is away must not lose it
             batch.positions[_key(delivery.tp)] = delivery.offset + 1
-            if isinstance(entry.experience, Experience) and entry.experience.run != self._run_name:
+            if isinstance(entry.experience, Experience) and entry.experience.run != self._run.name:
                 batch.other_run += 1
                 continue
             batch.entries.append(entry)
             batch.deliveries[entry.place] = delivery
-            if entry.consumed.group_id not in seen and self._is_ours(entry):
+            if entry.consumed.group_id not in seen and self._counts(entry, version):
                 fresh.add(entry.consumed.group_id)
-        self._positions = batch.positions
-        return batch
+        return True
 
-    def _is_ours(self, entry: Entry) -> bool:
-        """Whether a group of this run was closed by it. Of bytes that can't be read only the key speaks: the
-        feed's ids begin with the run's name."""
-        return isinstance(entry.experience, Experience) or entry.consumed.group_id.startswith(
-            f"{self._run_name}-"
-        )
+    def _counts(self, entry: Entry, version: int) -> bool:
+        """Whether the entry takes a place in the step. Of bytes that can't be read only the key speaks: the
+        feed's ids begin with the run's name. Live units that waited too long take none, or a backlog of them
+        would keep out the fresh ones for ever; simulated groups do: the feed counts on it."""
+        experience = entry.experience
+        if not isinstance(experience, Experience):
+            return entry.consumed.group_id.startswith(f"{self._run.name}-")
+        return experience.source == "sim" or _oldest(experience) >= version - self._run.lag_versions_max
 
-    async def _read(self, batch: Batch, fresh: int, stop: asyncio.Event) -> bool:
-        """Fills `_ahead`; False when told to stop. An alarm each `alarm_ms` in which nothing came."""
+    async def _read(
+        self, lane: "_Lane", batch: Batch, fresh: int, stop: asyncio.Event, *, wait: bool
+    ) -> bool:
+        """Fills `lane.ahead`; False when told to stop, or when nothing is there and it may not `wait`. An
+        alarm each `alarm_ms` in which nothing came."""
         started_s = quiet_s = time.monotonic()
-        while not self._ahead:
+        while not lane.ahead:
             if stop.is_set():
                 return False
-            self._ahead.extend(await self._reader.read(records_max=2 * self._groups, wait_ms=WAIT_MS))
+            lane.ahead.extend(
+                await lane.reader.read(records_max=2 * lane.units, wait_ms=WAIT_MS if wait else LOOK_MS)
+            )
             now_s = time.monotonic()
-            if not self._ahead and now_s - quiet_s >= self._alarm_s:
+            if not lane.ahead and not wait:
+                return False
+            if not lane.ahead and now_s - quiet_s >= self._alarm_s:
                 quiet_s = now_s
                 log.event(
                     _logger,
@@ -118,10 +154,26 @@ class Batches:
                     kind="no_experience",
                     quiet_s=round(now_s - started_s, 1),
                     groups_waiting=fresh,
-                    groups_wanted=self._groups,
+                    groups_wanted=lane.units,
                 )
         batch.wait_s += time.monotonic() - started_s
         return True
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One source's reader and its share of a step, in units."""
+
+    reader: Reader
+    units: int
+    ahead: deque[Delivery] = field(default_factory=deque)
+    """Read and not yet taken; at most one read's worth."""
+
+
+def _oldest(experience: Experience) -> int:
+    """The version of the oldest tokens in it."""
+    spans = (span for rollout in experience.rollouts for step in rollout.steps for span in step.spans)
+    return min((span.weights_version for span in spans), default=0)
 
 
 async def entry_of(delivery: Delivery, blobs: BlobReader) -> Entry:

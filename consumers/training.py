@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import msgspec
 import torch
 
 from headrace import failpoints, log
-from headrace.bus.protocol import Bus, Message, Transactor
+from headrace.bus.protocol import Bus, Message, Positions, TopicPartition, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers import identity, publishing, sweep
@@ -41,13 +42,15 @@ from headrace.trainer.state import State
 from headrace.trainer.step import run_step
 from headrace.wire.codec import encode
 from headrace.wire.records import Checkpoint, Record, WeightsPublished
-from headrace.wire.topics import EXPERIENCE, TRAIN_STEPS, WEIGHTS
+from headrace.wire.topics import EXPERIENCE, EXPERIENCE_LIVE, TRAIN_STEPS, WEIGHTS
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 RETRY_S = 0.5
 """Pause before the log is tried again."""
+SOURCES = (EXPERIENCE.name, EXPERIENCE_LIVE.name)
+"""Topics that a step consumes."""
 
 
 async def run(
@@ -166,24 +169,25 @@ class _Trainer:
         await sweep.register(self._bus, self._blobs, first)
         self._held = [state]
         log.event(_logger, "trainer_start", run=self._run.name, step=state.step, root=state.root[:12])
-        positions = await self._bus.begins([EXPERIENCE.name]) | positions_of(state.positions)
+        positions = await self._bus.begins(list(SOURCES)) | positions_of(state.positions)
         checkpoints = Checkpoints(
             self._blobs, self._config, self._run.name, ledger.steps, named_within_s=self._named_within_s
         )
         sweeping = sweep.sweeping(
             self._bus, self._blobs, every_ms=self._config.sweep_every_ms, grace_ms=self._grace_ms
         )
-        async with self._bus.reader(positions) as reader, checkpoints, sweeping:
+        async with AsyncExitStack() as open_:
+            readers = {
+                topic: await open_.enter_async_context(self._bus.reader(_of_topic(positions, topic)))
+                for topic in SOURCES
+            }
+            await open_.enter_async_context(checkpoints)
+            await open_.enter_async_context(sweeping)
             batches = Batches(
-                reader,
-                self._blobs,
-                run_name=self._run.name,
-                groups=self._run.groups_per_step,
-                alarm_ms=self._config.alarm_ms,
-                positions=state.positions,
+                readers, self._blobs, self._run, alarm_ms=self._config.alarm_ms, positions=state.positions
             )
             while state.step < self._run.steps_max:
-                batch = await batches.next(state.seen, self._stop)
+                batch = await batches.next(state.seen, state.version, self._stop)
                 if batch is None:
                     return
                 state = await self._step(transactor, state, batch, checkpoints)
@@ -296,3 +300,7 @@ class _Trainer:
 
     async def compute(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+
+def _of_topic(positions: Positions, topic: str) -> dict[TopicPartition, int]:
+    return {tp: offset for tp, offset in positions.items() if tp.topic == topic}

@@ -2,10 +2,12 @@
 
 A pure function of the records, the version and the ids seen; the first reason in `Reason` that holds is the
 one counted. Members that are stale or too long are *withheld*: their tokens are not trained, their reward
-stays in the group's baseline, their siblings are trained.
+stays in the group's baseline, their siblings are trained. A live suggestion is a group of one, measured
+against a running mean.
 """
 
 import math
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -14,20 +16,23 @@ from headrace.errors import WireError
 from headrace.policy.model import ModelConfig
 from headrace.trainer import sequence
 from headrace.trainer.advantage import advantages, rewards_equal
-from headrace.wire.records import Consumed, Drop, Experience, Rollout
+from headrace.wire.records import Consumed, Drop, Experience, Rollout, Source
 
 Reason = Literal[
     "malformed",  # undecodable, or its counts contradict each other; also dead-lettered
     "duplicate",  # this group was read before
     "failed",  # the workers gave it up
+    "never_shown",  # a live suggestion that no user saw
     "incomplete",  # a member, or a required reward, never came
     "quarantined",  # a guard does not trust one of its rollouts
     "zero_advantage",  # all rewards are equal
     "over_long",  # more tokens than sequence_tokens_max
     "empty",  # nothing in it is trained
-    "stale",  # older than lag_versions_max; last, since all others follow from the records alone
+    "stale",  # older than lag_versions_max; after all those that follow from the records alone
+    "user_cap",  # more live units of one user than a step trains
 ]
 MALFORMED: Final = "malformed"
+CAPPED: Final[Reason] = "user_cap"
 REWARD_MAX: Final = 1e6
 """What is above is a fault of a grader, and would drown every other gradient."""
 
@@ -51,6 +56,7 @@ class Unit:
     group_id: str
     place: str
     env: str
+    source: Source
     sequences: tuple[sequence.Sequence, ...]
     advantages: tuple[float, ...]
 
@@ -67,6 +73,8 @@ class Admission:
     drops: list[Drop] = field(default_factory=list)
     malformed: list[tuple[Entry, WireError]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    live_rewards: list[float] = field(default_factory=list)
+    """Of the live units admitted."""
     read: list[str] = field(default_factory=list)
     """Ids answered for good: a later record of one is a duplicate. Malformed ones may be sent again."""
 
@@ -80,9 +88,15 @@ def admit(
     lag_versions_max: int,
     sequence_tokens_max: int,
     scale_std: bool,
+    baseline: float | None = None,
+    user_units_max: int = 1 << 31,
 ) -> Admission:
-    """Admits `entries`, in order, to the step that starts from `version`."""
+    """Admits `entries`, in order, to the step that starts from `version`. `baseline`: what single live units
+    are measured against; their own mean when there is none yet."""
     answer = Admission()
+    users: Counter[str] = Counter()
+    if baseline is None:
+        baseline = _mean_live(entries)
     for entry in entries:
         group_id = entry.consumed.group_id
         try:
@@ -105,8 +119,23 @@ def admit(
             continue
         oldest = version - lag_versions_max
         withheld = {m.member: _member_reason(m, oldest, sequence_tokens_max) for m in members}
-        _admit_group(answer, entry, experience, members, withheld, scale_std)
+        if experience.source == "live" and experience.user and not any(withheld.values()):
+            users[experience.user] += 1
+            if users[experience.user] > user_units_max:
+                withheld = dict.fromkeys(withheld, CAPPED)
+        _admit_group(answer, entry, experience, members, withheld, scale_std, baseline)
     return answer
+
+
+def _mean_live(entries: Sequence[Entry]) -> float:
+    rewards = [
+        rollout.reward
+        for entry in entries
+        if isinstance(entry.experience, Experience) and entry.experience.source == "live"
+        for rollout in entry.experience.rollouts
+        if rollout.reward is not None and abs(rollout.reward) <= REWARD_MAX
+    ]
+    return math.fsum(rewards) / len(rewards) if rewards else 0.0
 
 
 def _admit_group(
@@ -116,19 +145,26 @@ def _admit_group(
     members: list[sequence.Sequence],
     withheld: dict[int, Reason | None],
     scale_std: bool,
+    baseline: float,
 ) -> None:
     """Adds the group as a unit, or as a drop when none of its members is left."""
     reasons = [reason for reason in withheld.values() if reason]
     if len(reasons) == len(members):
         answer.drops.append(_drop(experience, "stale" if "stale" in reasons else reasons[0]))
         return
-    values = advantages([_reward(rollout) for rollout in experience.rollouts], scale_std=scale_std)
+    rewards = [_reward(rollout) for rollout in experience.rollouts]
+    if experience.source == "live":
+        answer.live_rewards += rewards
+        values = [reward - baseline for reward in rewards]
+    else:
+        values = advantages(rewards, scale_std=scale_std)
     kept = [(m, a) for m, a in zip(members, values, strict=True) if not withheld[m.member]]
     answer.units.append(
         Unit(
             group_id=experience.group_id,
             place=entry.place,
             env=experience.env,
+            source=experience.source,
             sequences=tuple(member for member, _ in kept),
             advantages=tuple(advantage for _, advantage in kept),
         )
@@ -151,7 +187,7 @@ def _admit_group(
 def _group_reason(experience: Experience) -> Reason | None:
     rollouts = experience.rollouts
     if experience.closed == "failed":
-        return "failed"
+        return "never_shown" if experience.reason == "never_shown" else "failed"
     whole = len(rollouts) == experience.group_size and all(r.whole for r in rollouts)
     if experience.missing or not whole or any(r.reward is None and not r.quarantined for r in rollouts):
         return "incomplete"
@@ -160,7 +196,10 @@ def _group_reason(experience: Experience) -> Reason | None:
     rewards = [_reward(rollout) for rollout in rollouts]
     if not all(math.isfinite(reward) and abs(reward) <= REWARD_MAX for reward in rewards):
         raise WireError(f"rollouts: expected rewards within ±{REWARD_MAX:g}, got {rewards}")
-    return "zero_advantage" if rewards_equal(rewards) else None
+    single = experience.source == "live"
+    if single and len(rewards) != 1:
+        raise WireError(f"rollouts: expected one of a live suggestion, got {len(rewards)}")
+    return "zero_advantage" if not single and rewards_equal(rewards) else None
 
 
 def _members(experience: Experience, version: int, model: ModelConfig) -> list[sequence.Sequence]:

@@ -1,4 +1,5 @@
-"""Advantages of one group: r - mean (Dr.GRPO), or (r - mean) / (std + 1e-6) (GRPO). Knows no tensors."""
+"""Advantages: of a group r - mean (Dr.GRPO) or (r - mean) / (std + 1e-6) (GRPO); of a single live unit
+r - baseline, a running mean. Knows no tensors."""
 
 import math
 from collections.abc import Sequence
@@ -33,3 +34,17 @@ def advantages(rewards: Sequence[float], *, scale_std: bool = False) -> list[flo
         return centred
     std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
     return [c / (std + STD_EPS) for c in centred]
+
+
+def baseline(before: float | None, rewards: Sequence[float], rate: float) -> float | None:
+    """The running mean after a step that saw `rewards`: moved by `rate` of the way to their mean; their mean
+    where there was none before; unchanged by none at all.
+
+    A baseline that doesn't depend on the action leaves the policy gradient unbiased and takes variance away
+    (Williams 1992, REINFORCE, section 4). A step's own units are measured against the mean from before it;
+    the first ones against their own, a bias of one step.
+    """
+    if not rewards:
+        return before
+    mean = math.fsum(rewards) / len(rewards)
+    return mean if before is None else before + rate * (mean - before)

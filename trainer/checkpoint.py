@@ -25,6 +25,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     positions: dict[str, int]
     seen: list[tuple[str, int]]
     root: str
+    baselines: dict[str, float] = {}
 
 
 def encode(state: State, run: str) -> bytes:
@@ -39,6 +40,7 @@ def encode(state: State, run: str) -> bytes:
         positions=dict(sorted(state.positions.items())),
         seen=list(state.seen.items()),
         root=state.root,
+        baselines=dict(sorted(state.baselines.items())),
     )
     tensors = {
         f"{part}.{name}": tensor.contiguous()
@@ -80,6 +82,7 @@ def decode(data: bytes, run: str | None, place: str) -> State:
         positions=head.positions,
         seen=dict(head.seen),
         root=head.root,
+        baselines=head.baselines,
     )
 
 

@@ -44,6 +44,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer passes over one step's batch."""
     advantage_std: bool = False
     """Advantage (r - mean) / (std + 1e-6) instead of r - mean."""
+    baseline_rate: float = 0.05
+    """How far a step moves the running mean that single live units are measured against."""
+    user_units_max: int = 8
+    """Live units of one user that a step trains at most: nobody moves the model alone."""
     sequence_tokens_max: int = 512
     """Prompt and own part together; a longer member is withheld."""
     microbatch_groups: int = 8

@@ -58,6 +58,13 @@ def drop_counts(drops: Sequence[Drop]) -> dict[str, float]:
     return {name: float(count) for name, count in sorted(counts.items())}
 
 
+def live(rewards: Sequence[float], baseline: float | None) -> dict[str, float]:
+    """Of single live units; nothing where there never was one."""
+    if baseline is None:
+        return {}
+    return {"live.trained": float(len(rewards)), "live.baseline": baseline, **spread("live.reward", rewards)}
+
+
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, least and most of `values`; nothing when there are none."""
     if not values:

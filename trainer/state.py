@@ -3,7 +3,7 @@
 The trainer draws no random number, so there is no generator to keep. Who saves it: `trainer.checkpoint`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -32,6 +32,8 @@ class State:
     """Group ids read -> their step, oldest first."""
     root: str
     """Of the published (bf16) view."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """Source of single units -> running mean of their rewards (`trainer.advantage.baseline`)."""
 
     @property
     def version(self) -> int:

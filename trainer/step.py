@@ -7,15 +7,19 @@ no broker and no store.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from headrace.policy.checkpoint import weights_root
 from headrace.policy.model import ModelConfig
 from headrace.trainer import metrics
 from headrace.trainer.admission import Admission, Entry, admit
+from headrace.trainer.advantage import baseline
 from headrace.trainer.config import StepSettings
 from headrace.trainer.learner import learn
 from headrace.trainer.ranks import ALONE, Ranks
 from headrace.trainer.state import State, published, remember
+
+LIVE: Final = "live"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,18 @@ def run_step(
         lag_versions_max=settings.run.lag_versions_max,
         sequence_tokens_max=config.sequence_tokens_max,
         scale_std=config.advantage_std,
+        baseline=state.baselines.get(LIVE),
+        user_units_max=config.user_units_max,
     )
     learned = learn(state, admission.units, model=model, config=config, cancelled=cancelled, ranks=ranks)
     step = state.step + 1
+    mean = baseline(state.baselines.get(LIVE), admission.live_rewards, config.baseline_rate)
     new_state = replace(
         learned.state,
         step=step,
         positions=positions,
         seen=remember(state.seen, admission.read, step),
+        baselines=state.baselines if mean is None else {LIVE: mean},
         root=state.root if learned.state is state else weights_root(published(learned.state.masters)),
     )
     ranks.agree(f"after step {step} the root", new_state.root)
@@ -66,6 +74,7 @@ def run_step(
         "units.read": float(len(entries)),
         "units.trained": float(len(admission.units)),
         **metrics.spread("reward", admission.rewards),
+        **metrics.live(admission.live_rewards, mean),
         **metrics.drop_counts(admission.drops),
         **learned.metrics,
     }

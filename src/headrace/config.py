@@ -30,11 +30,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     region: str = "local"
     steps_max: AtLeastOne = 100
     """The run ends after this training step."""
-    groups_per_step: AtLeastOne = 32
-    """Closed groups that one training step consumes, trained or dropped."""
+    groups_per_step: AtLeastZero = 32
+    """Closed groups that one training step consumes, trained or dropped. 0: nothing is simulated."""
+    live_per_step: AtLeastZero = 0
+    """Live units that one training step consumes at most, beside the groups."""
     group_size: AtLeastOne = 8
     lag_versions_max: AtLeastZero = 2
     """No token older than this many versions is trained."""
+
+    def __post_init__(self) -> None:
+        if not self.groups_per_step + self.live_per_step:
+            raise ValueError("groups_per_step, live_per_step: expected one of them above 0, got 0 and 0")
 
 
 def resolve(

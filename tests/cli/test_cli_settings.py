@@ -29,7 +29,7 @@ def test_the_last_source_wins(tmp_path: Path) -> None:
     ("name", "value", "bound"),
     [
         ("run.steps_max", "0", ">= 1"),
-        ("run.groups_per_step", "0", ">= 1"),
+        ("run.groups_per_step", "-1", ">= 0"),
         ("run.group_size", "0", ">= 1"),
         ("run.lag_versions_max", "-1", ">= 0"),
     ],
@@ -38,7 +38,13 @@ def test_a_number_out_of_range_is_refused(tmp_path: Path, name: str, value: str,
     """What no run could work with is refused before a process starts, with bound and name."""
     with pytest.raises(ConfigError, match=rf"{bound}.*{name}"):
         tree.load(tmp_path, environment={}, flags={name: value})
-    tree.load(tmp_path, environment={}, flags={name: bound[-1]})
+    tree.load(tmp_path, environment={}, flags={name: bound[-1], "run.live_per_step": "1"})
+
+
+def test_a_run_without_any_source_is_refused(tmp_path: Path) -> None:
+    """A step has to consume something."""
+    with pytest.raises(ConfigError, match=r"live_per_step: expected one of them above 0"):
+        tree.load(tmp_path, environment={}, flags={"run.groups_per_step": "0"})
 
 
 def test_the_run_file_gives_the_same_settings_back(tmp_path: Path) -> None:
