@@ -57,6 +57,21 @@ _EXPERIENCE = r.Experience(
     opened_ms=1_767_225_600_000,
     closed_ms=1_767_225_660_000,
 )
+_EXPOSURE = r.Exposure(
+    run="demo",
+    group_id="s-1",
+    version=5,
+    cohort="canary",
+    user="9f2c",
+    region="local",
+    silent=False,
+    shown=True,
+    accepted=0.5,
+    reward=0.375,
+    latency_ms=41,
+    opened_ms=1_767_225_600_000,
+    closed_ms=1_767_225_660_000,
+)
 
 EXAMPLES: dict[str, r.Record] = {
     type(record).__name__: record
@@ -105,20 +120,12 @@ EXAMPLES: dict[str, r.Record] = {
             region="local",
             text=b"\x01\x02",
         ),
-        r.Exposure(
-            run="demo",
-            group_id="s-1",
-            version=5,
-            cohort="canary",
-            user="9f2c",
-            region="local",
-            silent=False,
-            shown=True,
-            accepted=0.5,
-            reward=0.375,
-            latency_ms=41,
-            opened_ms=1_767_225_600_000,
-            closed_ms=1_767_225_660_000,
+        _EXPOSURE,
+        r.Judgement(
+            exposure=_EXPOSURE,
+            attempt=0,
+            outcome="partially_accepted",
+            evidence="3 of 6 characters",
         ),
         _EXPERIENCE,
         r.TrainStep(

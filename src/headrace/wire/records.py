@@ -186,6 +186,19 @@ class Exposure(Record, frozen=True, kw_only=True):
     closed_ms: int
 
 
+class Judgement(Record, frozen=True, kw_only=True):
+    """A suggestion whose window has ended, on its way to its reward: what it is worth, before the others of
+    its user are looked at."""
+
+    exposure: Exposure
+    attempt: int
+    outcome: str
+    """`accepted`, `partially_accepted`, `undone`, `rejected`, `ignored`, `silent`."""
+    evidence: str = ""
+    abuse: str = ""
+    """Why it must not be trained; empty: nothing against it."""
+
+
 class Rollout(Part, frozen=True, kw_only=True):
     """A member of a closed group. `reward` is None when a required component never came."""
 

@@ -52,6 +52,14 @@ EXPERIENCE_LIVE = _by_group(
     note="closed suggestions: apart, so that each source has its share",
 )
 EXPOSURES = _by_group("exposures", r.Exposure, days=30, note="what became of each suggestion, for the canary")
+JUDGEMENTS = Topic(
+    "judgements",
+    (r.Judgement,),
+    "user (group_id where there is none)",
+    PARTITIONS,
+    7 * DAY_MS,
+    note="between the feedback join and the limit of a user's weight",
+)
 TRAIN_STEPS = Topic("train.steps", (r.TrainStep,), "run", 1, FOR_EVER, note="the ledger")
 WEIGHTS = Topic(
     "weights",
@@ -84,6 +92,15 @@ CANARY_STATE = Topic(
     compacted=True,
     note="the comparison under way, written in the transaction of its decisions",
 )
+USERS_STATE = Topic(
+    "streams.users.state",
+    (),
+    "user",
+    PARTITIONS,
+    FOR_EVER,
+    compacted=True,
+    note="what each user gave of late, written in the transaction of its outputs",
+)
 DEAD_LETTERS = Topic(
     "dead.letters", (r.DeadLetter,), "topic/partition/offset", 1, 30 * DAY_MS, note="original bytes + reason"
 )
@@ -98,12 +115,14 @@ TOPICS: dict[str, Topic] = {
         EXPERIENCE,
         EXPERIENCE_LIVE,
         EXPOSURES,
+        JUDGEMENTS,
         TRAIN_STEPS,
         WEIGHTS,
         WEIGHTS_ACKS,
         EVALUATIONS,
         EXPERIENCE_STATE,
         FEEDBACK_STATE,
+        USERS_STATE,
         CANARY_STATE,
         DEAD_LETTERS,
     )
