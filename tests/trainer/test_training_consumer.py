@@ -118,7 +118,7 @@ def test_a_step_that_is_not_the_same_again_stops_the_trainer(
                 trainer = msgspec.structs.replace(settings.trainer, lr=0.5)
                 return real(*args, settings=msgspec.structs.replace(settings, trainer=trainer), **kwargs)
 
-            monkeypatch.setattr("headrace.consumers.replay.run_step", other)
+            monkeypatch.setattr("headrace.consumers.ranks.run_step", other)
             with pytest.raises(TrainingError, match=r"step 1 computed again: expected root .*same code"):
                 await place.train(bus, place.until(4))
 
@@ -218,11 +218,11 @@ def test_a_stop_in_mid_step_abandons_it(place: Place, monkeypatch: pytest.Monkey
                 asyncio.run_coroutine_threadsafe(_set(stop), loop).result(10)
                 return real(*args, **kwargs)
 
-            monkeypatch.setattr(training, "run_step", stopping)
+            monkeypatch.setattr("headrace.consumers.ranks.run_step", stopping)
             async with asyncio.timeout(20):
                 await training.run(bus, place.run, CONFIG, Blobs.open(place.store), stop, seed=seed())
             assert await place.ledger(bus) == []
-            monkeypatch.setattr(training, "run_step", real)
+            monkeypatch.setattr("headrace.consumers.ranks.run_step", real)
             check_whole(await place.train(bus), place.units(6))
 
     asyncio.run(scenario())
