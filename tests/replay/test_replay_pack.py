@@ -329,7 +329,7 @@ def test_parts_that_contradict_each_other(pack: Path, tmp_path: Path) -> None:
             {record: parts["ledger/2"]},
             r"part 'record/.*': expected the record of that place, got train.steps",
         ),
-        ({blob: b"other"}, r"claim|blob"),
+        ({blob: b"other"}, r"trained on: claim: .*blob/\w+: expected its SHA-256, got"),
     ]
     for index, (change, message) in enumerate(cases):
         path = rewritten(pack, tmp_path / f"{index}.hrpack", change)
