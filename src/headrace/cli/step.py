@@ -155,7 +155,7 @@ def _facts(step: TrainStep, rows: "list[UnitRow]") -> list[tuple[str, str]]:
         ),
     ]
     if withheld:
-        facts.append(("withheld", ", ".join(f"{why}: {count} members" for why, count in withheld.items())))
+        facts.append(("withheld", f"members: {', '.join(f'{why} {n}' for why, n in withheld.items())}"))
     facts.append(
         ("positions", ", ".join(f"{tp} {offset}" for tp, offset in sorted(step.positions.items())) or "-")
     )
