@@ -1,5 +1,7 @@
 """Settings of one inference replica."""
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -9,6 +11,9 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = "inference-0"
     serve_seed: bool = False
     """Serve the seed as version 0 from the start, instead of waiting for the relay."""
+    versions_max: Annotated[int, msgspec.Meta(ge=1)] = 3
+    """Sets of weights in memory: the newest, and both sides of a release. While one is read there is one
+    more."""
     slots: int = 136
     """Sequences decoded at once."""
     live_slots: int = 8

@@ -1,23 +1,26 @@
 """The engine: many requests decoded together, step by step, on one thread.
 
-A step swaps weights if new ones wait, admits sequences to free slots, computes their prompts, feeds one token
-of every running sequence (or a chunk of an earlier turn), samples, and reports. It knows neither broker nor
-gRPC nor asyncio. `submit`, `cancel`, `install` and `status` may be called by any thread; `step` and `wait` by
-one.
+A step changes weights if new ones wait, admits sequences to free slots, computes their prompts, feeds one
+token of every running sequence (or a chunk of an earlier turn), samples, and reports. It knows neither broker
+nor gRPC nor asyncio. `submit`, `cancel`, `status` and what changes the weights may be called by any thread;
+`step` and `wait` by one. While a release is in force a step is one pass of each version
+(`inference.hosting`).
 
 R rows  V vocabulary
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from headrace.clock import Clock, SystemClock
-from headrace.errors import InferenceUnavailable
+from headrace.errors import InferenceError, InferenceUnavailable
 from headrace.inference.config import InferenceConfig
+from headrace.inference.hosting import Hosting
 from headrace.inference.prefixes import PrefixCache
 from headrace.inference.request import Bounds, check
 from headrace.inference.sampler import sample
@@ -42,8 +45,8 @@ class Engine:
             slots=config.slots, live_slots=config.live_slots, queue_max=config.queue_max
         )
         self._prefixes: PrefixCache[Prefix] = PrefixCache(config.prefix_cache_tokens)
-        self._weights: ServedWeights | None = None
-        self._installs: deque[tuple[ServedWeights, Future[float]]] = deque()
+        self._hosting = Hosting()
+        self._changes: deque[tuple[Callable[[Hosting], Hosting | str], Future[float]]] = deque()
         self._cancels: deque[Ticket] = deque()
         self._running: list[Running] = []
         self._tokens_generated = 0
@@ -55,9 +58,14 @@ class Engine:
         """Queues the request. Raises InferenceError (it can never run), Overloaded (not now) or
         InferenceUnavailable (no weights yet)."""
         budgets = check(request, self.bounds)
-        if self._weights is None:
-            raise InferenceUnavailable(f"{self._config.replica}: expected weights to serve, got none yet")
-        ticket = Ticket.of(request, budgets, sink)
+        choice = self._hosting.choose(request)
+        if choice is None:
+            wanted = "weights" if request.version is None else f"weights {request.version}"
+            has = [item.version for item in self._hosting.sets]
+            raise InferenceUnavailable(
+                f"{self._config.replica}: expected {wanted} to serve, got {has or 'none yet'}"
+            )
+        ticket = Ticket.of(request, budgets, sink, None if request.version is None else choice.weights)
         self._scheduler.offer(request.lane, list(ticket.sequences), f"request {request.group_id}")
         return ticket
 
@@ -68,15 +76,34 @@ class Engine:
         self._scheduler.wake()
 
     def install(self, weights: ServedWeights) -> "Future[float]":
-        """The weights are served from the next step on; resolves to the milliseconds that decoding stood
-        still. Requests in flight go on with them."""
+        """The weights are the newest from the next step on; resolves to the milliseconds that decoding stood
+        still. Requests in flight that had the newest go on with them."""
+        return self._change(lambda hosting: hosting.with_newest(weights))
+
+    def hold(self, weights: ServedWeights) -> "Future[float]":
+        """The weights are in memory, for a `release` to come. Fails with InferenceError when there would be
+        more than `versions_max` sets."""
+        sets_max = self._config.versions_max
+
+        def held(hosting: Hosting) -> Hosting | str:
+            return hosting.with_held(weights, sets_max) or f"expected at most {sets_max} versions at once"
+
+        return self._change(held)
+
+    def release(self, run: str, *, stable: int | None, canary: int | None, share: float) -> "Future[float]":
+        """From the next step on new live requests have their side of the release, and what had another goes
+        on with the stable version; None ends it. Fails with InferenceError when a version isn't hosted."""
+        return self._change(lambda hosting: hosting.with_release(run, stable, canary, share))
+
+    def _change(self, change: Callable[[Hosting], Hosting | str]) -> "Future[float]":
         done: Future[float] = Future()
-        self._installs.append((weights, done))
+        self._changes.append((change, done))
         self._scheduler.wake()
         return done
 
     def status(self) -> ReplicaStatus:
-        weights = self._weights
+        hosting = self._hosting
+        weights, release = hosting.newest, hosting.release
         return ReplicaStatus(
             replica=self._config.replica,
             version=weights.version if weights else 0,
@@ -89,6 +116,10 @@ class Engine:
             tokens_prefilled=self._tokens_prefilled,
             busy_s=self._busy_s,
             up_s=time.monotonic() - self._up_since,
+            hosted=tuple((item.version, item.root) for item in hosting.sets),
+            stable=release.stable.version if release else None,
+            canary=release.canary.version if release and release.canary else None,
+            share=release.share if release else 0.0,
         )
 
     def wait(self, timeout_s: float) -> None:
@@ -103,27 +134,28 @@ class Engine:
         """One round for every running sequence. False when there was nothing to compute."""
         self._swap()
         self._drop_cancelled()
-        weights = self._weights
-        if weights is None:
-            return False
         began = time.perf_counter()
-        fresh, room = self._admit(weights)
+        fresh, room = self._admit()
         if not fresh and not self._running:
             return False
-        logits_RV, ready = self._forward(weights, fresh, room)
+        logits_RV, ready = self._forward(fresh, room)
         if ready:
-            self._advance(weights, logits_RV, ready)
+            self._advance(logits_RV, ready)
         self._busy_s += time.perf_counter() - began
         return True
 
     def _swap(self) -> None:
-        while self._installs:
+        while self._changes:
             began = time.perf_counter()
-            weights, done = self._installs.popleft()
+            change, done = self._changes.popleft()
             if not done.set_running_or_notify_cancel():
                 continue
-            self._weights = weights
-            self._prefixes.forget_others(weights.root)
+            after = change(self._hosting)
+            if isinstance(after, str):
+                done.set_exception(InferenceError(f"{self._config.replica}: {after}"))
+                continue
+            self._hosting = after
+            self._prefixes.forget_others({item.root for item in after.sets})
             done.set_result((time.perf_counter() - began) * 1000)
 
     def _drop_cancelled(self) -> None:
@@ -135,34 +167,36 @@ class Engine:
                 ticket.sink([self._end(item, "cancelled") for item in left])
                 self._running = [item for item in self._running if not item.ended]
 
-    def _admit(self, weights: ServedWeights) -> tuple[list[Running], int]:
+    def _admit(self) -> tuple[list[Running], int]:
         """Gives free slots to those who wait, while this step has room for their prompts; and the room
         left."""
         fresh: list[Running] = []
-        missing: dict[tuple[int, ...], list[Running]] = {}
+        missing: dict[str, dict[tuple[int, ...], list[Running]]] = {}
         room = self._config.step_tokens
         while (head := self._scheduler.peek()) is not None:
             lane, item = head
             tokens = item.ticket.request.prefix_tokens
+            weights = item.begin(self._hosting)
             prefix = self._prefixes.find(weights.root, tokens)
-            if prefix is None and tokens not in missing:
+            if prefix is None and tokens not in missing.get(weights.root, ()):
                 if missing and len(tokens) > room:
                     break
                 room -= len(tokens)
-                missing[tokens] = []
+                missing.setdefault(weights.root, {})[tokens] = []
             item.slot = self._scheduler.take(lane)
             item.prefix = prefix
             item.feed = list(item.own_tokens)
             item.started_ms = self._clock.now_ms()
-            item.started_version = weights.version
             if prefix is None:
-                missing[tokens].append(item)
+                missing[weights.root][tokens].append(item)
             fresh.append(item)
-        if missing:
-            self._prefill(weights, missing)
+        for prompts in missing.values():
+            self._prefill(prompts)
         return fresh, room
 
-    def _prefill(self, weights: ServedWeights, missing: dict[tuple[int, ...], list[Running]]) -> None:
+    def _prefill(self, missing: dict[tuple[int, ...], list[Running]]) -> None:
+        """Of prompts that all begin with the same weights."""
+        weights = next(iter(missing.values()))[0].weights
         computed = self._decoder.prefill(weights.tensors, [list(tokens) for tokens in missing])
         for (tokens, items), prefix in zip(missing.items(), computed, strict=True):
             self._tokens_prefilled += len(tokens)
@@ -170,17 +204,17 @@ class Engine:
             for item in items:
                 item.prefix = prefix
 
-    def _forward(
-        self, weights: ServedWeights, fresh: list[Running], room: int
-    ) -> tuple[Tensor, list[Running]]:
-        """Feeds the running sequences what they have to be fed; the scores `[R, V]` of those that may sample
-        now."""
+    def _forward(self, fresh: list[Running], room: int) -> tuple[Tensor, list[Running]]:
+        """Feeds the running sequences what they have to be fed, one pass a version; the scores `[R, V]` of
+        those that may sample now."""
         ready = [item for item in fresh if not item.feed]
         parts = [_prefix_of(item).logits_V.unsqueeze(0) for item in ready]
         self._running += fresh
-        rows = self._rows(room)
-        if rows:
-            extension = self._decoder.extend(weights.tensors, [row for _, row in rows])
+        by_root: dict[str, list[tuple[Running, Row]]] = {}
+        for item, row in self._rows(room):
+            by_root.setdefault(item.go_on(self._hosting).root, []).append((item, row))
+        for rows in by_root.values():
+            extension = self._decoder.extend(rows[0][0].weights.tensors, [row for _, row in rows])
             for (item, _), routes_TLK in zip(rows, extension.routes, strict=True):
                 item.routes.append(routes_TLK)
             whole = [index for index, (item, _) in enumerate(rows) if not item.feed]
@@ -202,13 +236,13 @@ class Engine:
                 rows.append((item, Row(slot=item.slot, prefix=_prefix_of(item), tokens=fed)))
         return rows
 
-    def _advance(self, weights: ServedWeights, logits_RV: Tensor, ready: list[Running]) -> None:
+    def _advance(self, logits_RV: Tensor, ready: list[Running]) -> None:
         """Samples one token for each of `ready`, ends those that are done and reports."""
         tokens, logp = sample(logits_RV, [item.draw() for item in ready])
         self._tokens_generated += len(ready)
         reports: dict[Ticket, list[Progress]] = {}
         for item, token, value in zip(ready, tokens, logp, strict=True):
-            finish = item.take(token, value, weights.version)
+            finish = item.take(token, value, item.weights.version)
             if finish:
                 reports.setdefault(item.ticket, []).append(self._end(item, finish))
             elif item.ticket.request.stream_tokens:

@@ -5,6 +5,7 @@ their own reference: eviction never takes a prefix from under one.
 """
 
 from collections import OrderedDict
+from collections.abc import Container
 from typing import Generic, TypeVar
 
 _P = TypeVar("_P")
@@ -34,9 +35,9 @@ class PrefixCache(Generic[_P]):
             (_, evicted), _ = self._kept.popitem(last=False)
             self._tokens -= len(evicted)
 
-    def forget_others(self, root: str) -> None:
+    def forget_others(self, roots: Container[str]) -> None:
         """Drops what other weights computed."""
-        for key in [key for key in self._kept if key[0] != root]:
+        for key in [key for key in self._kept if key[0] not in roots]:
             del self._kept[key]
             self._tokens -= len(key[1])
 

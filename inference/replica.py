@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from headrace.errors import InferenceUnavailable, Overloaded, PolicyError
+from headrace.errors import InferenceError, InferenceUnavailable, Overloaded, PolicyError, WeightsUnfit
 from headrace.inference.config import InferenceConfig
 from headrace.inference.engine import Engine
 from headrace.inference.weights import ServedWeights, read
@@ -88,10 +88,11 @@ class Replica:
             if left:
                 self._engine.cancel(ticket)
 
-    async def load(self, *, version: int, path: Path, root: str) -> Loaded:
-        """Serves the staged file at `path` if its tensors have `root`; else says why not and serves on. A
-        load once begun is finished even when the caller has gone. Calling twice is safe."""
-        return await asyncio.shield(asyncio.ensure_future(self._load(version, path, root)))
+    async def load(self, *, version: int, path: Path, root: str, hold: bool = False) -> Loaded:
+        """Serves the staged file at `path` as the newest, or only holds it for `release`, if its tensors have
+        `root`; else says why not and serves on. A load once begun is finished even when the caller has gone.
+        Calling twice is safe."""
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, path, root, hold)))
 
     async def install(self, weights: ServedWeights) -> float:
         """Serves weights of this process; the milliseconds that decoding stood still."""
@@ -100,23 +101,36 @@ class Replica:
         self._installed = asyncio.Event()
         return pause_ms
 
+    async def release(self, run: str, *, stable: int | None, canary: int | None, share: float) -> None:
+        """See `Engine.release`."""
+        await asyncio.wrap_future(self._engine.release(run, stable=stable, canary=canary, share=share))
+
     def status(self) -> ReplicaStatus:
         return self._engine.status()
 
-    async def _load(self, version: int, path: Path, root: str) -> Loaded:
+    async def _load(self, version: int, path: Path, root: str, hold: bool) -> Loaded:
         async with self._loading:
             now = self._engine.status()
-            if root and (now.version, now.root) == (version, root):
+            hosted = now.hosted if hold else ((now.version, now.root),)
+            if root and (version, root) in hosted:
                 return Loaded(serving=True, version=version, root=root, pause_ms=0.0, detail="")
             try:
                 weights = await asyncio.to_thread(
                     read, path, version=version, root=root, config=self._engine.model
                 )
-            except PolicyError as error:
+                if hold:
+                    pause_ms = await asyncio.wrap_future(self._engine.hold(weights))
+                else:
+                    pause_ms = await self.install(weights)
+            except (PolicyError, InferenceError) as error:
                 return Loaded(
-                    serving=False, version=now.version, root=now.root, pause_ms=0.0, detail=str(error)
+                    serving=False,
+                    version=now.version,
+                    root=now.root,
+                    pause_ms=0.0,
+                    detail=str(error),
+                    unfit=isinstance(error, WeightsUnfit),
                 )
-            pause_ms = await self.install(weights)
             return Loaded(serving=True, version=version, root=root, pause_ms=pause_ms, detail="")
 
     async def _serves(self, request: Generation, deadline: float) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace.inference.hosting import Choice, Hosting
 from headrace.inference.sampler import Draw
+from headrace.inference.weights import ServedWeights
 from headrace.kernels import rng
 from headrace.policy.decode import Prefix
-from headrace.rpc.generation import Completion, Finish, Generation, Progress
+from headrace.rpc.generation import Cohort, Completion, Finish, Generation, Progress
 from headrace.wire.records import Span
 
 Sink = Callable[[list[Progress]], None]
@@ -27,12 +29,16 @@ class Ticket:
 
     request: Generation
     sink: Sink
+    pinned: ServedWeights | None = None
+    """What the request named; it keeps them to its end."""
     sequences: list["Running"] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Generation, budgets: tuple[int, ...], sink: Sink) -> "Ticket":
+    def of(
+        cls, request: Generation, budgets: tuple[int, ...], sink: Sink, pinned: ServedWeights | None = None
+    ) -> "Ticket":
         """`budgets`: tokens that each sequence may generate (`inference.request.check`)."""
-        ticket = cls(request, sink)
+        ticket = cls(request, sink, pinned)
         ticket.sequences = [
             Running(
                 ticket=ticket,
@@ -66,9 +72,31 @@ class Running:
     routes: list[Tensor] = field(default_factory=list)
     """u8 `[T, L, K]` of each piece that was fed."""
     reported: int = 0
+    current: ServedWeights | None = None
+    """What computes its next token."""
+    cohort: Cohort = ""
     started_version: int = 0
     started_ms: int = 0
     ended: bool = False
+
+    @property
+    def weights(self) -> ServedWeights:
+        assert self.current is not None, f"{self.member}: runs without weights"
+        return self.current
+
+    def begin(self, hosting: Hosting) -> ServedWeights:
+        """The weights it starts with; asked again as long as it waits."""
+        pinned = self.ticket.pinned
+        choice = Choice(pinned, "") if pinned is not None else hosting.choose(self.ticket.request)
+        assert choice is not None, "a request queues only where there are weights for it"
+        self.current, self.cohort = choice
+        self.started_version = choice.weights.version
+        return choice.weights
+
+    def go_on(self, hosting: Hosting) -> ServedWeights:
+        """The weights of its next token."""
+        self.current = self.ticket.pinned or hosting.go_on(self.started_version, self.cohort)
+        return self.current
 
     def draw(self) -> Draw:
         """How its next token is chosen."""
@@ -116,4 +144,5 @@ class Running:
             routes_shape=(routes_TLK.shape[0], layers, active),
             started_ms=self.started_ms,
             ended_ms=now_ms,
+            cohort=self.cohort,
         )

@@ -26,7 +26,7 @@ from headrace.kernels import invariant
 from headrace.policy import checkpoint
 from headrace.rpc import inference_pb2 as pb
 from headrace.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from headrace.rpc.messages import MESSAGE_BYTES_MAX, event_message, request_of
+from headrace.rpc.messages import MESSAGE_BYTES_MAX, event_message, request_of, status_message
 
 SERVICE: Final = "headrace.inference.v1.Inference"
 REQUEST_S_MAX: Final = 600.0  # whatever deadline the caller sets, or none
@@ -104,7 +104,7 @@ class _Service(InferenceServicer):
 
     async def tell_health(self) -> None:
         """SERVING as soon as there are weights to serve."""
-        has_weights = bool(self._replica.status().root)
+        has_weights = bool(self._replica.status().hosted)
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if has_weights
@@ -136,7 +136,9 @@ class _Service(InferenceServicer):
         request: pb.LoadWeightsRequest,
         context: "grpc.aio.ServicerContext[pb.LoadWeightsRequest, pb.LoadWeightsReply]",
     ) -> pb.LoadWeightsReply:
-        loaded = await self._replica.load(version=request.version, path=Path(request.path), root=request.root)
+        loaded = await self._replica.load(
+            version=request.version, path=Path(request.path), root=request.root, hold=request.hold
+        )
         await self.tell_health()
         log.event(
             _log,
@@ -153,13 +155,27 @@ class _Service(InferenceServicer):
             root=loaded.root,
             pause_ms=loaded.pause_ms,
             detail=loaded.detail,
+            unfit=loaded.unfit,
         )
+
+    async def SetRelease(
+        self,
+        request: pb.SetReleaseRequest,
+        context: "grpc.aio.ServicerContext[pb.SetReleaseRequest, pb.SetReleaseReply]",
+    ) -> pb.SetReleaseReply:
+        stable = request.stable if request.HasField("stable") else None
+        canary = request.canary if request.HasField("canary") else None
+        try:
+            await self._replica.release(request.run, stable=stable, canary=canary, share=request.share)
+        except InferenceError as error:
+            return pb.SetReleaseReply(set=False, detail=str(error))
+        log.event(_log, "release", stable=stable, canary=canary, share=request.share)
+        return pb.SetReleaseReply(set=True)
 
     async def Status(
         self, request: pb.StatusRequest, context: "grpc.aio.ServicerContext[pb.StatusRequest, pb.StatusReply]"
     ) -> pb.StatusReply:
-        status = self._replica.status()
-        return pb.StatusReply(**{name: getattr(status, name) for name in status.__struct_fields__})
+        return status_message(self._replica.status())
 
 
 def _code_of(error: HeadraceError) -> grpc.StatusCode:

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace.errors import PolicyError
+import torch
+
+from headrace.errors import PolicyError, WeightsUnfit
 from headrace.policy import checkpoint
+from headrace.policy.decode import Decoder
 from headrace.policy.model import ModelConfig, Weights, check_shapes, shapes
 
 HEAD_BYTES_MAX: Final = 1 << 20
 """Of a staged file, besides four bytes an element."""
+PROBE_TOKENS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +33,27 @@ class ServedWeights:
 
 def read(path: Path, *, version: int, root: str, config: ModelConfig) -> ServedWeights:
     """The weights in the safetensors file at `path`. Raises PolicyError when it is missing, damaged, of
-    another model, or does not have `root`."""
+    another model, or does not have `root`; WeightsUnfit when it has, and they can't be served."""
     _check_file(path, HEAD_BYTES_MAX + 4 * sum(map(math.prod, shapes(config).values())))
     stored = checkpoint.load(path)
     check_shapes(config, stored)
     found = checkpoint.weights_root(stored)
     if found != root:
         raise PolicyError(f"{path}: weights {version}: expected root {root}, got {found}")
+    _check_fit(stored, config, f"{path}: weights {version}")
     return ServedWeights(version=version, root=root, tensors=stored)
+
+
+def _check_fit(tensors: Weights, config: ModelConfig, place: str) -> None:
+    """A number that is not finite would come out as tokens that mean nothing: weights are looked through, and
+    tried on a prompt, since finite ones can overflow."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise WeightsUnfit(f"{place}: {name}: expected finite numbers, got NaN or infinity")
+    prompt = [place % config.vocabulary for place in range(min(PROBE_TOKENS, config.context_max - 1))]
+    (prefix,) = Decoder(config, 1, 1).prefill(tensors, [prompt])
+    if not torch.isfinite(prefix.logits_V).all():
+        raise WeightsUnfit(f"{place}: expected finite scores after {len(prompt)} tokens, got NaN or infinity")
 
 
 def _check_file(path: Path, bytes_max: int) -> None:

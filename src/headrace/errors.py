@@ -13,10 +13,15 @@ help.
     ├── StoreError             a blob is missing or is not what its name says
     │   └── StoreUnavailable   (retriable)
     ├── PolicyError            a checkpoint or tokenizer of another model, or damaged
+    │   └── WeightsUnfit       what was announced, yet no replica can serve it: numbers are not finite
     ├── SandboxError           (retriable) the sandbox, not the program in it, failed
     ├── InferenceError         the engine refused a request
     │   ├── Overloaded         (retriable) its queue is full
     │   └── InferenceUnavailable (retriable) no replica answers in time, or it has no weights yet
+    ├── FeedbackError          a gateway refused feedback, or an editor's side gave up
+    │   ├── FeedbackUnauthenticated  no token, or one that nobody was given
+    │   ├── FeedbackOverloaded (retriable) a limit is reached; says when to come back
+    │   └── FeedbackUnavailable (retriable) no gateway answers, or its log is away
     ├── TrainingError          a step could not be computed; names the record
     └── ProcessDied            a process of the run ended when it should not have, or never got ready
 
@@ -79,6 +84,10 @@ class PolicyError(HeadraceError):
     exit_code = 6
 
 
+class WeightsUnfit(PolicyError):
+    pass
+
+
 class SandboxError(HeadraceError):
     retriable = True
     exit_code = 7
@@ -94,6 +103,30 @@ class Overloaded(InferenceError):
 
 class InferenceUnavailable(InferenceError):
     retriable = True
+
+
+class FeedbackError(HeadraceError):
+    exit_code = 11
+
+
+class FeedbackUnauthenticated(FeedbackError):
+    pass
+
+
+class _FeedbackLater(FeedbackError):
+    retriable = True
+
+    def __init__(self, message: str, *, retry_after_ms: int = 1000) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class FeedbackOverloaded(_FeedbackLater):
+    pass
+
+
+class FeedbackUnavailable(_FeedbackLater):
+    pass
 
 
 class TrainingError(HeadraceError):

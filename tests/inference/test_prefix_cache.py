@@ -20,7 +20,7 @@ def test_other_weights_never_match() -> None:
     cache.keep("w1", (1, 2), "old")
     assert cache.find("w2", (1, 2)) is None
     cache.keep("w2", (1, 2), "new")
-    cache.forget_others("w2")
+    cache.forget_others({"w2"})
     assert (cache.find("w1", (1, 2)), cache.find("w2", (1, 2)), cache.tokens) == (None, "new", 2)
 
 

@@ -18,7 +18,7 @@ from headrace.errors import InferenceError, InferenceUnavailable, Overloaded
 from headrace.rpc import inference_pb2 as pb
 from headrace.rpc.generation import Completion, Generation, Loaded, Progress, ReplicaStatus
 from headrace.rpc.inference_pb2_grpc import InferenceStub
-from headrace.rpc.messages import MESSAGE_BYTES_MAX, EventReader, request_message
+from headrace.rpc.messages import MESSAGE_BYTES_MAX, EventReader, request_message, status_of
 
 BACKOFF_S_MIN: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
@@ -76,11 +76,14 @@ class InferenceClient:
         its slots. Raises as `generate` does."""
         return self._events(request, request_message(request), timeout_s)
 
-    async def load_weights(self, *, version: int, path: str, root: str, timeout_s: float) -> Loaded:
-        """Makes the replica read the staged safetensors file at `path` and serve it. Calling twice is safe.
+    async def load_weights(
+        self, *, version: int, path: str, root: str, timeout_s: float, hold: bool = False
+    ) -> Loaded:
+        """Makes the replica read the staged safetensors file at `path` and serve it as the newest, or only
+        `hold` it for `set_release`. Calling twice is safe.
         Raises InferenceUnavailable: the load may be going on, so ask `status` before sending it again."""
         call = self._stub.LoadWeights(
-            pb.LoadWeightsRequest(version=version, path=path, root=root), timeout=timeout_s
+            pb.LoadWeightsRequest(version=version, path=path, root=root, hold=hold), timeout=timeout_s
         )
         try:
             reply = await call
@@ -92,7 +95,21 @@ class InferenceClient:
             root=reply.root,
             pause_ms=reply.pause_ms,
             detail=reply.detail,
+            unfit=reply.unfit,
         )
+
+    async def set_release(
+        self, *, run: str, stable: int | None, canary: int | None, share: float, timeout_s: float = 5.0
+    ) -> str:
+        """Live users get `stable`, and a `share` of them `canary`, both hosted by the replica; None and None
+        end the release. Returns why it could not be, or nothing. Calling twice is safe. Raises
+        InferenceUnavailable, InferenceError."""
+        request = pb.SetReleaseRequest(run=run, stable=stable, canary=canary, share=share)
+        try:
+            reply = await self._stub.SetRelease(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _error_of(error, f"{self.address}: release of {stable}") from error
+        return "" if reply.set else reply.detail
 
     async def status(self, *, timeout_s: float = 5.0) -> ReplicaStatus:
         """Raises InferenceUnavailable."""
@@ -100,7 +117,7 @@ class InferenceClient:
             reply = await self._stub.Status(pb.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error, f"{self.address}: status") from error
-        return ReplicaStatus(**{name: getattr(reply, name) for name in ReplicaStatus.__struct_fields__})
+        return status_of(reply)
 
     async def _generate_once(
         self, request: Generation, message: pb.GenerateRequest, timeout_s: float

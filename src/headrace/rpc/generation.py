@@ -13,6 +13,7 @@ from headrace.wire.records import Span
 
 Lane = Literal["rollout", "live"]
 Finish = Literal["stop", "length", "cancelled"]
+Cohort = Literal["", "stable", "canary"]
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stream_tokens: bool = False
     version_min: int = 0
     """Generation waits until the replica serves this version or a newer one."""
+    user: str = ""
+    """Pseudonym; in the live lane it chooses the side of a release."""
+    version: int | None = None
+    """Exactly this one of the versions that the replica hosts."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +71,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, layers, top_k."""
     started_ms: int
     ended_ms: int
+    cohort: Cohort = ""
+    """Side of the release in force when generation started; empty outside the live lane and without one."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +98,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_prefilled: int
     busy_s: float
     up_s: float
+    hosted: tuple[tuple[int, str], ...] = ()
+    """Version and root of all weights in memory, the newest included."""
+    stable: int | None = None
+    """Of the release in force; None when there is none."""
+    canary: int | None = None
+    share: float = 0.0
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +114,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     pause_ms: float
     detail: str
+    unfit: bool = False
+    """The weights have their root and still can't be served, by any replica."""
 
 
 class Generator(Protocol):

@@ -24,31 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/rpc/inference.proto\x12\x15headrace.inference.v1\".\n\x08Sequence\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x12\n\nown_tokens\x18\x02 \x01(\x0c\"\xae\x02\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12)\n\x04lane\x18\x03 \x01(\x0e\x32\x1b.headrace.inference.v1.Lane\x12\x15\n\rprefix_tokens\x18\x04 \x01(\x0c\x12\x32\n\tsequences\x18\x05 \x03(\x0b\x32\x1f.headrace.inference.v1.Sequence\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x0e\n\x06greedy\x18\x07 \x01(\x08\x12\x12\n\ntokens_max\x18\x08 \x01(\r\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rstream_tokens\x18\x0b \x01(\x08\x12\x13\n\x0bversion_min\x18\x0c \x01(\x04\";\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\"\xf5\x01\n\rGenerateEvent\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04logp\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0e\n\x06\x66inish\x18\x05 \x01(\t\x12*\n\x05spans\x18\x06 \x03(\x0b\x32\x1b.headrace.inference.v1.Span\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x0e\n\x06routes\x18\x08 \x01(\x0c\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05top_k\x18\n \x01(\r\x12\x12\n\nstarted_ms\x18\x0b \x01(\x04\x12\x10\n\x08\x65nded_ms\x18\x0c \x01(\x04\"A\n\x12LoadWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04root\x18\x03 \x01(\t\"d\n\x10LoadWeightsReply\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\x10\n\x08pause_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\x0f\n\rStatusRequest\"\xdf\x01\n\x0bStatusReply\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x12\n\nslots_used\x18\x05 \x01(\r\x12\x13\n\x0bqueued_live\x18\x06 \x01(\r\x12\x16\n\x0equeued_rollout\x18\x07 \x01(\r\x12\x18\n\x10tokens_generated\x18\x08 \x01(\x04\x12\x18\n\x10tokens_prefilled\x18\t \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\n \x01(\x01\x12\x0c\n\x04up_s\x18\x0b \x01(\x01*\x1d\n\x04Lane\x12\x0b\n\x07ROLLOUT\x10\x00\x12\x08\n\x04LIVE\x10\x01\x32\x9e\x02\n\tInference\x12Z\n\x08Generate\x12&.headrace.inference.v1.GenerateRequest\x1a$.headrace.inference.v1.GenerateEvent0\x01\x12\x61\n\x0bLoadWeights\x12).headrace.inference.v1.LoadWeightsRequest\x1a\'.headrace.inference.v1.LoadWeightsReply\x12R\n\x06Status\x12$.headrace.inference.v1.StatusRequest\x1a\".headrace.inference.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/rpc/inference.proto\x12\x15headrace.inference.v1\".\n\x08Sequence\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x12\n\nown_tokens\x18\x02 \x01(\x0c\"\xde\x02\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12)\n\x04lane\x18\x03 \x01(\x0e\x32\x1b.headrace.inference.v1.Lane\x12\x15\n\rprefix_tokens\x18\x04 \x01(\x0c\x12\x32\n\tsequences\x18\x05 \x03(\x0b\x32\x1f.headrace.inference.v1.Sequence\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x0e\n\x06greedy\x18\x07 \x01(\x08\x12\x12\n\ntokens_max\x18\x08 \x01(\r\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rstream_tokens\x18\x0b \x01(\x08\x12\x13\n\x0bversion_min\x18\x0c \x01(\x04\x12\x0c\n\x04user\x18\r \x01(\t\x12\x14\n\x07version\x18\x0e \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\";\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x17\n\x0fweights_version\x18\x03 \x01(\x04\"\x85\x02\n\rGenerateEvent\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04logp\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0e\n\x06\x66inish\x18\x05 \x01(\t\x12*\n\x05spans\x18\x06 \x03(\x0b\x32\x1b.headrace.inference.v1.Span\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x0e\n\x06routes\x18\x08 \x01(\x0c\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05top_k\x18\n \x01(\r\x12\x12\n\nstarted_ms\x18\x0b \x01(\x04\x12\x10\n\x08\x65nded_ms\x18\x0c \x01(\x04\x12\x0e\n\x06\x63ohort\x18\r \x01(\t\"O\n\x12LoadWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\x0c\n\x04hold\x18\x04 \x01(\x08\"s\n\x10LoadWeightsReply\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\x10\n\x08pause_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05unfit\x18\x06 \x01(\x08\"o\n\x11SetReleaseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x06stable\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x63\x61nary\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05share\x18\x04 \x01(\x01\x42\t\n\x07_stableB\t\n\x07_canary\".\n\x0fSetReleaseReply\x12\x0b\n\x03set\x18\x01 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\'\n\x06Hosted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04root\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\xdd\x02\n\x0bStatusReply\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04root\x18\x03 \x01(\t\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x12\n\nslots_used\x18\x05 \x01(\r\x12\x13\n\x0bqueued_live\x18\x06 \x01(\r\x12\x16\n\x0equeued_rollout\x18\x07 \x01(\r\x12\x18\n\x10tokens_generated\x18\x08 \x01(\x04\x12\x18\n\x10tokens_prefilled\x18\t \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\n \x01(\x01\x12\x0c\n\x04up_s\x18\x0b \x01(\x01\x12-\n\x06hosted\x18\x0c \x03(\x0b\x32\x1d.headrace.inference.v1.Hosted\x12\x13\n\x06stable\x18\r \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x63\x61nary\x18\x0e \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05share\x18\x0f \x01(\x01\x42\t\n\x07_stableB\t\n\x07_canary*\x1d\n\x04Lane\x12\x0b\n\x07ROLLOUT\x10\x00\x12\x08\n\x04LIVE\x10\x01\x32\xfe\x02\n\tInference\x12Z\n\x08Generate\x12&.headrace.inference.v1.GenerateRequest\x1a$.headrace.inference.v1.GenerateEvent0\x01\x12\x61\n\x0bLoadWeights\x12).headrace.inference.v1.LoadWeightsRequest\x1a\'.headrace.inference.v1.LoadWeightsReply\x12^\n\nSetRelease\x12(.headrace.inference.v1.SetReleaseRequest\x1a&.headrace.inference.v1.SetReleaseReply\x12R\n\x06Status\x12$.headrace.inference.v1.StatusRequest\x1a\".headrace.inference.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.rpc.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LANE']._serialized_start=1129
-  _globals['_LANE']._serialized_end=1158
+  _globals['_LANE']._serialized_start=1550
+  _globals['_LANE']._serialized_end=1579
   _globals['_SEQUENCE']._serialized_start=55
   _globals['_SEQUENCE']._serialized_end=101
   _globals['_GENERATEREQUEST']._serialized_start=104
-  _globals['_GENERATEREQUEST']._serialized_end=406
-  _globals['_SPAN']._serialized_start=408
-  _globals['_SPAN']._serialized_end=467
-  _globals['_GENERATEEVENT']._serialized_start=470
-  _globals['_GENERATEEVENT']._serialized_end=715
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=717
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=782
-  _globals['_LOADWEIGHTSREPLY']._serialized_start=784
-  _globals['_LOADWEIGHTSREPLY']._serialized_end=884
-  _globals['_STATUSREQUEST']._serialized_start=886
-  _globals['_STATUSREQUEST']._serialized_end=901
-  _globals['_STATUSREPLY']._serialized_start=904
-  _globals['_STATUSREPLY']._serialized_end=1127
-  _globals['_INFERENCE']._serialized_start=1161
-  _globals['_INFERENCE']._serialized_end=1447
+  _globals['_GENERATEREQUEST']._serialized_end=454
+  _globals['_SPAN']._serialized_start=456
+  _globals['_SPAN']._serialized_end=515
+  _globals['_GENERATEEVENT']._serialized_start=518
+  _globals['_GENERATEEVENT']._serialized_end=779
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=781
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=860
+  _globals['_LOADWEIGHTSREPLY']._serialized_start=862
+  _globals['_LOADWEIGHTSREPLY']._serialized_end=977
+  _globals['_SETRELEASEREQUEST']._serialized_start=979
+  _globals['_SETRELEASEREQUEST']._serialized_end=1090
+  _globals['_SETRELEASEREPLY']._serialized_start=1092
+  _globals['_SETRELEASEREPLY']._serialized_end=1138
+  _globals['_HOSTED']._serialized_start=1140
+  _globals['_HOSTED']._serialized_end=1179
+  _globals['_STATUSREQUEST']._serialized_start=1181
+  _globals['_STATUSREQUEST']._serialized_end=1196
+  _globals['_STATUSREPLY']._serialized_start=1199
+  _globals['_STATUSREPLY']._serialized_end=1548
+  _globals['_INFERENCE']._serialized_start=1582
+  _globals['_INFERENCE']._serialized_end=1964
 # @@protoc_insertion_point(module_scope)

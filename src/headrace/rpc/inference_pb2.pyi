@@ -23,7 +23,7 @@ class Sequence(_message.Message):
     def __init__(self, member: _Optional[int] = ..., own_tokens: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run", "group_id", "lane", "prefix_tokens", "sequences", "temperature", "greedy", "tokens_max", "stop_tokens", "seed", "stream_tokens", "version_min")
+    __slots__ = ("run", "group_id", "lane", "prefix_tokens", "sequences", "temperature", "greedy", "tokens_max", "stop_tokens", "seed", "stream_tokens", "version_min", "user", "version")
     RUN_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class GenerateRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     STREAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     run: str
     group_id: str
     lane: Lane
@@ -48,7 +50,9 @@ class GenerateRequest(_message.Message):
     seed: int
     stream_tokens: bool
     version_min: int
-    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., lane: _Optional[_Union[Lane, str]] = ..., prefix_tokens: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., temperature: _Optional[float] = ..., greedy: _Optional[bool] = ..., tokens_max: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stream_tokens: _Optional[bool] = ..., version_min: _Optional[int] = ...) -> None: ...
+    user: str
+    version: int
+    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., lane: _Optional[_Union[Lane, str]] = ..., prefix_tokens: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., temperature: _Optional[float] = ..., greedy: _Optional[bool] = ..., tokens_max: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stream_tokens: _Optional[bool] = ..., version_min: _Optional[int] = ..., user: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end", "weights_version")
@@ -61,7 +65,7 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("member", "tokens", "logp", "done", "finish", "spans", "weights_version", "routes", "layers", "top_k", "started_ms", "ended_ms")
+    __slots__ = ("member", "tokens", "logp", "done", "finish", "spans", "weights_version", "routes", "layers", "top_k", "started_ms", "ended_ms", "cohort")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGP_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +78,7 @@ class GenerateEvent(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     ENDED_MS_FIELD_NUMBER: _ClassVar[int]
+    COHORT_FIELD_NUMBER: _ClassVar[int]
     member: int
     tokens: bytes
     logp: bytes
@@ -86,38 +91,71 @@ class GenerateEvent(_message.Message):
     top_k: int
     started_ms: int
     ended_ms: int
-    def __init__(self, member: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logp: _Optional[bytes] = ..., done: _Optional[bool] = ..., finish: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., weights_version: _Optional[int] = ..., routes: _Optional[bytes] = ..., layers: _Optional[int] = ..., top_k: _Optional[int] = ..., started_ms: _Optional[int] = ..., ended_ms: _Optional[int] = ...) -> None: ...
+    cohort: str
+    def __init__(self, member: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logp: _Optional[bytes] = ..., done: _Optional[bool] = ..., finish: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., weights_version: _Optional[int] = ..., routes: _Optional[bytes] = ..., layers: _Optional[int] = ..., top_k: _Optional[int] = ..., started_ms: _Optional[int] = ..., ended_ms: _Optional[int] = ..., cohort: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("version", "path", "root")
+    __slots__ = ("version", "path", "root", "hold")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     version: int
     path: str
     root: str
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., root: _Optional[str] = ...) -> None: ...
+    hold: bool
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., root: _Optional[str] = ..., hold: _Optional[bool] = ...) -> None: ...
 
 class LoadWeightsReply(_message.Message):
-    __slots__ = ("serving", "version", "root", "pause_ms", "detail")
+    __slots__ = ("serving", "version", "root", "pause_ms", "detail", "unfit")
     SERVING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    UNFIT_FIELD_NUMBER: _ClassVar[int]
     serving: bool
     version: int
     root: str
     pause_ms: float
     detail: str
-    def __init__(self, serving: _Optional[bool] = ..., version: _Optional[int] = ..., root: _Optional[str] = ..., pause_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+    unfit: bool
+    def __init__(self, serving: _Optional[bool] = ..., version: _Optional[int] = ..., root: _Optional[str] = ..., pause_ms: _Optional[float] = ..., detail: _Optional[str] = ..., unfit: _Optional[bool] = ...) -> None: ...
+
+class SetReleaseRequest(_message.Message):
+    __slots__ = ("run", "stable", "canary", "share")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stable: int
+    canary: int
+    share: float
+    def __init__(self, run: _Optional[str] = ..., stable: _Optional[int] = ..., canary: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
+class SetReleaseReply(_message.Message):
+    __slots__ = ("set", "detail")
+    SET_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    set: bool
+    detail: str
+    def __init__(self, set: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Hosted(_message.Message):
+    __slots__ = ("version", "root")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    root: str
+    def __init__(self, version: _Optional[int] = ..., root: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("replica", "version", "root", "slots", "slots_used", "queued_live", "queued_rollout", "tokens_generated", "tokens_prefilled", "busy_s", "up_s")
+    __slots__ = ("replica", "version", "root", "slots", "slots_used", "queued_live", "queued_rollout", "tokens_generated", "tokens_prefilled", "busy_s", "up_s", "hosted", "stable", "canary", "share")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +167,10 @@ class StatusReply(_message.Message):
     TOKENS_PREFILLED_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     UP_S_FIELD_NUMBER: _ClassVar[int]
+    HOSTED_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     version: int
     root: str
@@ -140,4 +182,8 @@ class StatusReply(_message.Message):
     tokens_prefilled: int
     busy_s: float
     up_s: float
-    def __init__(self, replica: _Optional[str] = ..., version: _Optional[int] = ..., root: _Optional[str] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., queued_live: _Optional[int] = ..., queued_rollout: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., tokens_prefilled: _Optional[int] = ..., busy_s: _Optional[float] = ..., up_s: _Optional[float] = ...) -> None: ...
+    hosted: _containers.RepeatedCompositeFieldContainer[Hosted]
+    stable: int
+    canary: int
+    share: float
+    def __init__(self, replica: _Optional[str] = ..., version: _Optional[int] = ..., root: _Optional[str] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., queued_live: _Optional[int] = ..., queued_rollout: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., tokens_prefilled: _Optional[int] = ..., busy_s: _Optional[float] = ..., up_s: _Optional[float] = ..., hosted: _Optional[_Iterable[_Union[Hosted, _Mapping]]] = ..., stable: _Optional[int] = ..., canary: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...

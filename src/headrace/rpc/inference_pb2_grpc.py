@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_rpc_dot_inference__pb2.LoadWeightsRequest.SerializeToString,
                 response_deserializer=headrace_dot_rpc_dot_inference__pb2.LoadWeightsReply.FromString,
                 _registered_method=True)
+        self.SetRelease = channel.unary_unary(
+                '/headrace.inference.v1.Inference/SetRelease',
+                request_serializer=headrace_dot_rpc_dot_inference__pb2.SetReleaseRequest.SerializeToString,
+                response_deserializer=headrace_dot_rpc_dot_inference__pb2.SetReleaseReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/headrace.inference.v1.Inference/Status',
                 request_serializer=headrace_dot_rpc_dot_inference__pb2.StatusRequest.SerializeToString,
@@ -61,6 +66,12 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadWeights(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRelease(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +95,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.LoadWeights,
                     request_deserializer=headrace_dot_rpc_dot_inference__pb2.LoadWeightsRequest.FromString,
                     response_serializer=headrace_dot_rpc_dot_inference__pb2.LoadWeightsReply.SerializeToString,
+            ),
+            'SetRelease': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRelease,
+                    request_deserializer=headrace_dot_rpc_dot_inference__pb2.SetReleaseRequest.FromString,
+                    response_serializer=headrace_dot_rpc_dot_inference__pb2.SetReleaseReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -145,6 +161,33 @@ class Inference:
             '/headrace.inference.v1.Inference/LoadWeights',
             headrace_dot_rpc_dot_inference__pb2.LoadWeightsRequest.SerializeToString,
             headrace_dot_rpc_dot_inference__pb2.LoadWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRelease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.inference.v1.Inference/SetRelease',
+            headrace_dot_rpc_dot_inference__pb2.SetReleaseRequest.SerializeToString,
+            headrace_dot_rpc_dot_inference__pb2.SetReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,13 +7,14 @@ from collections.abc import Sequence as ListLike
 
 from headrace.errors import InferenceError
 from headrace.rpc import inference_pb2 as pb
-from headrace.rpc.generation import Completion, Finish, Generation, Progress, Sequence
+from headrace.rpc.generation import Cohort, Completion, Finish, Generation, Progress, ReplicaStatus, Sequence
 from headrace.wire.packed import pack_f32, pack_u32, unpack_f32, unpack_u32
 from headrace.wire.records import Span
 
 MESSAGE_BYTES_MAX = 16 << 20  # 4 M tokens: a thousand members with some 4,000 own tokens each
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
+_COHORTS: dict[str, Cohort] = {"stable": "stable", "canary": "canary"}
 
 
 def request_message(request: Generation) -> pb.GenerateRequest:
@@ -35,6 +36,8 @@ def request_message(request: Generation) -> pb.GenerateRequest:
             seed=request.seed,
             stream_tokens=request.stream_tokens,
             version_min=request.version_min,
+            user=request.user,
+            version=request.version,
         )
     except (ValueError, OverflowError, TypeError) as error:
         raise InferenceError(f"request {request.group_id}: expected unsigned numbers: {error}") from error
@@ -67,6 +70,8 @@ def request_of(message: pb.GenerateRequest) -> Generation:
         seed=message.seed,
         stream_tokens=message.stream_tokens,
         version_min=message.version_min,
+        user=message.user,
+        version=message.version if message.HasField("version") else None,
     )
 
 
@@ -91,7 +96,23 @@ def event_message(progress: Progress) -> pb.GenerateEvent:
         top_k=top_k,
         started_ms=done.started_ms,
         ended_ms=done.ended_ms,
+        cohort=done.cohort,
     )
+
+
+def status_message(status: ReplicaStatus) -> pb.StatusReply:
+    """`status` as it goes over the wire."""
+    fields = {name: getattr(status, name) for name in status.__struct_fields__ if name != "hosted"}
+    hosted = [pb.Hosted(version=version, root=root) for version, root in status.hosted]
+    return pb.StatusReply(**fields, hosted=hosted)
+
+
+def status_of(reply: pb.StatusReply) -> ReplicaStatus:
+    """The status in `reply`; of an older replica without what it doesn't know of."""
+    fields = {name: getattr(reply, name) for name in ReplicaStatus.__struct_fields__}
+    fields |= {name: fields[name] if reply.HasField(name) else None for name in ("stable", "canary")}
+    fields["hosted"] = tuple((item.version, item.root) for item in reply.hosted)
+    return ReplicaStatus(**fields)
 
 
 class EventReader:
@@ -137,6 +158,7 @@ class EventReader:
             routes_shape=(len(event.routes) // row if row else 0, event.layers, event.top_k),
             started_ms=event.started_ms,
             ended_ms=event.ended_ms,
+            cohort=_COHORTS.get(event.cohort, ""),
         )
 
 
