@@ -293,6 +293,68 @@ def test_an_unknown_run(address: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "did you mean 'sample'?" in capsys.readouterr().err
 
 
+def harmed(record: r.Experience, harm: str) -> r.Experience:
+    """`record` with one thing wrong in its first member."""
+    first = record.rollouts[0]
+    count = len(first.steps[0].tokens_out) // 4
+    wrong: dict[str, Any] = {
+        "tokens_in": first.steps[0].tokens_in[:-1],
+        "tokens_out": b"\1",
+        "logp": b"\0\0\x80\x7f" * count,
+        "loss_mask": b"\2" * count,
+        "spans": (r.Span(start=0, end=count + 1, weights_version=0),),
+        "last": False,
+        "member": 7,
+        "attempt": 9,
+        "step": 1,
+        "segment": 1,
+        "base_length": 1,
+        "prefix_length": 9,
+        "temperature": 0.0,
+        "weights_version": -1,
+    }
+    steps = (replace(first.steps[0], **{harm: wrong[harm]}),)
+    return replace(record, rollouts=(replace(first, steps=steps), *record.rollouts[1:]))
+
+
+HARMS = [
+    "tokens_in",
+    "tokens_out",
+    "logp",
+    "loss_mask",
+    "spans",
+    "last",
+    "member",
+    "attempt",
+    "step",
+    "segment",
+    "base_length",
+    "prefix_length",
+    "temperature",
+    "weights_version",
+]
+
+
+def by_trainer(record: r.Experience) -> str:
+    [step], _ = answer([[record]])
+    return TRAINABLE if step.admitted else step.drops[0].reason
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_each_harm_is_malformed_to_both(harm: str) -> None:
+    """One wrong field in an otherwise good group."""
+    record = harmed(closed(0), harm)
+    assert by_trainer(record) == "malformed"
+    assert verdict(record, sequence_tokens_max=log.TOKENS_MAX) == "malformed"
+
+
+def test_the_bound_on_length_is_the_same_to_both() -> None:
+    """40 tokens are allowed, prompt included: 37 generated pass, 38 do not."""
+    for tokens, expected in ((37, TRAINABLE), (38, "over_long")):
+        record = closed(0, tokens=(tokens, tokens))
+        assert by_trainer(record) == verdict(record, sequence_tokens_max=log.TOKENS_MAX) == expected
+
+
 rewards = st.sampled_from([0.0, 0.5, 0.5 + 1e-12, 1.0, 2e6, float("nan"), None])
 
 
@@ -300,9 +362,9 @@ rewards = st.sampled_from([0.0, 0.5, 0.5 + 1e-12, 1.0, 2e6, float("nan"), None])
 @given(
     st.lists(rewards, min_size=2, max_size=2),
     st.lists(st.sampled_from([0, 2, 37, 38]), min_size=2, max_size=2),
-    st.sampled_from(["complete", "timeout", "failed"]),
+    st.sampled_from(["complete", "complete", "timeout", "failed"]),
     st.booleans(),
-    st.sampled_from(["", "logp", "loss_mask", "spans", "tokens_out", "last", "prefix_length", "temperature"]),
+    st.sampled_from(["", "", "logp", "last"]),
     st.integers(1, 2),
 )
 def test_both_implementations_judge_alike(
@@ -315,22 +377,18 @@ def test_both_implementations_judge_alike(
 ) -> None:
     """The trainer's admission and the second opinion say the same of any record."""
     record = closed(0, given_rewards[:members], tokens=tokens, how=how, quarantined=quarantined)
-    if harm:
-        first = record.rollouts[0]
-        harmed: dict[str, Any] = {
-            "logp": b"\0\0\0\x7f",
-            "loss_mask": b"\2" * tokens[0],
-            "spans": (r.Span(start=1, end=3, weights_version=0),),
-            "tokens_out": b"\1",
-            "last": False,
-            "prefix_length": 9,
-            "temperature": 0.0,
-        }
-        steps = (replace(first.steps[0], **{harm: harmed[harm]}),)
-        record = replace(record, rollouts=(replace(first, steps=steps), *record.rollouts[1:]))
-    [step], _ = answer([[record]])
-    trainer = step.drops[0].reason if not step.admitted else TRAINABLE
-    assert verdict(record, sequence_tokens_max=log.TOKENS_MAX) == trainer
+    record = harmed(record, harm) if harm else record
+    assert verdict(record, sequence_tokens_max=log.TOKENS_MAX) == by_trainer(record)
+
+
+def test_a_newer_attempt_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an older attempt had finished, or how it failed, says nothing of the one under way."""
+    failed = r.GroupFailed(run=log.RUN, group_id=group(13), attempt=1, reason="the sandbox died")
+    again = [replace(log.turn(number, 0), attempt=2) for number in (12, 13)]
+    code, document = told(made(tmp_path / "log", others=[*log.under_way()[:-1], failed, *again]), capsys)
+    assert code == 0
+    stages = {row["stage"]: row["units"] for row in document["in_flight"]}
+    assert stages == {"waiting in prompts": 2, "being rolled out": 3}
 
 
 def test_fisher_by_hand() -> None:

@@ -106,11 +106,14 @@ def test_why_they_part(
 def test_numerics_only_after_the_records_were_compared(
     first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another root from equal records is numerics, with what computed it; from another reward, records."""
-    change = from_step(2, root_after="x", libraries={"torch": "3"})
+    """Another root from equal records is numerics, with what computed it and never a setting that changes
+    nothing; from another reward, records."""
+    config = '{"run":{"seed":0,"steps_max":9},"trainer":{"lr":0.001}}'
+    change = from_step(2, root_after="x", libraries={"torch": "3"}, config=config)
     _, found = told(capsys, first, run_dir(tmp_path / "b", change=change))
     assert (found["step"], found["why"]) == (2, "weights")
     assert {"kind": "provenance", "text": "torch 2 / 3"} in found["causes"]
+    assert {"kind": "settings", "text": "run.steps_max not there / 9"} in found["causes"]
     steps = log.answered()
     steps[1][2] = closed(5, (0.5, 0.0), tokens=(38, 39))
     _, found = told(capsys, first, run_dir(tmp_path / "c", change=change, steps=steps))

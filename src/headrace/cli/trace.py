@@ -230,7 +230,7 @@ def durations(story: Story) -> list[tuple[str, int]]:
     return [
         (name, end - start)
         for name, (start, end) in zip(STATIONS, ways, strict=True)
-        if start is not None and end is not None
+        if start is not None and end is not None and end >= start  # clocks of brokers may differ
     ]
 
 
