@@ -6,7 +6,7 @@ BENCH ?= wire bus streams sandbox inference loop
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTO := src/headrace/rpc/inference.proto
+PROTO := $(wildcard src/headrace/rpc/*.proto)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs
@@ -46,7 +46,7 @@ kafka-up: install broker-needs ## start a local one-node Apache Kafka
 kafka-down: install ## stop it
 	$(BIN)/headrace kafka down
 
-proto: install ## generate src/headrace/rpc from inference.proto
+proto: install ## generate src/headrace/rpc/*_pb2* from the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src $(PROTO)
 
 bench: install ## the figures of benchmarks/ (BENCH="wire bus ..." chooses)

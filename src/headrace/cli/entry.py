@@ -45,6 +45,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rank": ("rank", "process: computes steps with a trainer of several ranks"),
     "relay": ("processes", "process: brings published weights to the replicas"),
     "watch": ("processes", "process: tries held-out tasks on new weights, for the curve"),
+    "gateway": ("gateway", "process: takes editors' feedback (gRPC, HTTP); forget a user"),
+    "feedback": ("feedback", "publish feedback: one event, or a recorded log of an editor"),
     "completion": ("completion", "print the completion script of a shell"),
 }
 

@@ -15,7 +15,7 @@ from headrace.config import RunConfig, resolve
 from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
 from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
-from headrace.producers.config import PromptsConfig
+from headrace.producers.config import GatewayConfig, PromptsConfig
 from headrace.store.blobs import GRACE_MS
 from headrace.streams.run import StreamConfig
 from headrace.trainer.config import TrainerConfig
@@ -63,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     experience: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
+    gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     demo: DemoConfig = DemoConfig()
 
@@ -89,7 +90,7 @@ def load(
     return settings if run_dir is None else _placed(settings, run_dir)
 
 
-_PLACES = (("bus", "address"), ("store", "uri"), ("relay", "stage_dir"))
+_PLACES = (("bus", "address"), ("store", "uri"), ("relay", "stage_dir"), ("gateway", "home"))
 """Settings that stand in `run.toml` as they were given: a run directory may be moved."""
 
 
@@ -103,6 +104,7 @@ def _placed(settings: Settings, run_dir: Path) -> Settings:
         ),
         store=msgspec.structs.replace(settings.store, uri=settings.store.uri or (home / "store").as_uri()),
         relay=msgspec.structs.replace(settings.relay, stage_dir=str(home / settings.relay.stage_dir)),
+        gateway=msgspec.structs.replace(settings.gateway, home=str(home / settings.gateway.home)),
     )
 
 

@@ -12,7 +12,7 @@ Decoding is bounded: input size, decompressed size and, in msgspec, depth. The v
 
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -60,24 +60,49 @@ def encode(
     `event_id` (CloudEvents `id`) is stable for records that may be sent twice, random otherwise. Raises
     RecordTooLarge.
     """
-    value = _encoder.encode(record)
-    headers = [
-        ("ce_specversion", b"1.0"),
-        ("ce_id", (event_id or uuid.uuid4().hex).encode()),
-        ("ce_type", type_name(type(record)).encode()),
-        ("ce_source", source.encode()),
-        ("ce_time", _rfc3339(now_ms)),
-        ("content-type", CONTENT_TYPE),
-        ("traceparent", traceparent(parent)),
-    ]
-    if len(value) >= COMPRESS_BYTES_MIN:
-        value = zstandard.ZstdCompressor(level=1, dict_data=_dictionary).compress(value)
-        headers.append(("content-encoding", ENCODING))
-    if len(value) > RECORD_BYTES_MAX:
-        raise RecordTooLarge(
-            f"{type(record).__name__}: expected at most {RECORD_BYTES_MAX} bytes encoded, got {len(value)}"
+    [encoded] = encode_batch(
+        [record], [event_id or uuid.uuid4().hex], source=source, now_ms=now_ms, parent=parent
+    )
+    return encoded
+
+
+def encode_batch(
+    records: Sequence[Record],
+    event_ids: Sequence[str],
+    *,
+    source: str,
+    now_ms: int,
+    parent: bytes | None = None,
+) -> list[tuple[bytes, Headers]]:
+    """Value and headers of each of `records`, as `encode`: what they share is computed once. They belong to
+    one trace. Raises RecordTooLarge."""
+    specversion, content_type = ("ce_specversion", b"1.0"), ("content-type", CONTENT_TYPE)
+    came_from, when = ("ce_source", source.encode()), ("ce_time", _rfc3339(now_ms))
+    types = {kind: ("ce_type", type_name(kind).encode()) for kind in set(map(type, records))}
+    trace = traceparent(parent)[:36]
+    spans = os.urandom(8 * len(records)).hex().encode()
+    encoded = []
+    for index, (record, event_id) in enumerate(zip(records, event_ids, strict=True)):
+        value = _encoder.encode(record)
+        headers: Headers = (
+            specversion,
+            ("ce_id", event_id.encode()),
+            types[type(record)],
+            came_from,
+            when,
+            content_type,
+            ("traceparent", trace + spans[16 * index : 16 * index + 16] + b"-01"),
         )
-    return value, tuple(headers)
+        if len(value) >= COMPRESS_BYTES_MIN:
+            value = zstandard.ZstdCompressor(level=1, dict_data=_dictionary).compress(value)
+            headers = (*headers, ("content-encoding", ENCODING))
+        if len(value) > RECORD_BYTES_MAX:
+            name = type(record).__name__
+            raise RecordTooLarge(
+                f"{name}: expected at most {RECORD_BYTES_MAX} bytes encoded, got {len(value)}"
+            )
+        encoded.append((value, headers))
+    return encoded
 
 
 def decode(topic: str, value: bytes, headers: Iterable[tuple[str, bytes]]) -> Record:

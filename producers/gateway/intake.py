@@ -1,0 +1,90 @@
+"""From reported events to records: checked one by one, users under their pseudonyms, code encrypted or left
+out.
+
+Pure but for the key file of users' code. Not here: who may send (`keys`), writing (`writer`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.bus.protocol import Message
+from headrace.clock import Clock
+from headrace.producers.gateway.recent import name_of
+from headrace.producers.gateway.text_keys import TextKeys
+from headrace.rpc.feedback import Event, Refusal, fault_of
+from headrace.wire.codec import encode_batch
+from headrace.wire.pseudonyms import Pseudonyms
+from headrace.wire.records import Feedback
+from headrace.wire.topics import FEEDBACK
+
+
+class Taken(NamedTuple):
+    """What a batch comes to."""
+
+    names: list[str]
+    """Of the good events: who says what, for the memory of resends."""
+    messages: list[Message]
+    refused: list[Refusal]
+
+
+class Intake:
+    """`text_keys` None: code is not stored, whoever sends it."""
+
+    def __init__(
+        self, *, run: str, region: str, pseudonyms: Pseudonyms, text_keys: TextKeys | None, clock: Clock
+    ) -> None:
+        self._run = run
+        self._region = region
+        self._source = f"gateway/{region}"
+        self._pseudonyms = pseudonyms
+        self._text_keys = text_keys
+        self._clock = clock
+
+    def take(self, events: Sequence[Event | str], *, sender: str) -> Taken:
+        """`events` as messages in their order; those that are at fault as refusals. An event without a user
+        is of `sender`'s."""
+        records: list[Feedback] = []
+        refused: list[Refusal] = []
+        for index, event in enumerate(events):
+            fault = event if isinstance(event, str) else fault_of(event)
+            if fault or isinstance(event, str):
+                event_id = "" if isinstance(event, str) else event.event_id[:128]
+                refused.append(Refusal(index=index, event_id=_clean(event_id), reason=_clean(fault)))
+            else:
+                records.append(self._record(event, sender))
+        encoded = encode_batch(
+            records, [r.event_id for r in records], source=self._source, now_ms=self._clock.now_ms()
+        )
+        messages = [
+            Message(FEEDBACK.name, record.suggestion_id.encode(), value, headers)
+            for record, (value, headers) in zip(records, encoded, strict=True)
+        ]
+        return Taken([name_of(record.user, record.event_id) for record in records], messages, refused)
+
+    def _record(self, event: Event, sender: str) -> Feedback:
+        user = self._pseudonyms.of(event.user or sender)
+        text = b""
+        if event.text and self._text_keys is not None:
+            text = self._text_keys.sealed(event.text, user=user, event_id=event.event_id)
+        return Feedback(
+            run=self._run,
+            event_id=event.event_id,
+            suggestion_id=event.suggestion_id,
+            kind=event.kind,  # type: ignore[arg-type]  # checked by fault_of
+            editor_ms=event.editor_ms,
+            view_id=event.view_id,
+            user=user,
+            client=event.client,
+            accepted_length=event.accepted_length,
+            superseded_by=event.superseded_by,
+            continues=event.continues,
+            region=self._region,
+            text=text,
+            persisted_s=event.persisted_s,
+            difference=event.difference,
+        )
+
+
+def _clean(text: str) -> str:
+    """Text of an answer: what cannot be UTF-8 (lone surrogates) is replaced."""
+    return text.encode(errors="replace").decode()

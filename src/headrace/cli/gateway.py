@@ -1,0 +1,91 @@
+"""`headrace gateway`: the process that takes editors' feedback; `headrace gateway forget USER` destroys the
+key of what a user's events stored.
+
+Its addresses stand in the run directory (`gateway.addresses`: gRPC, HTTP) while it runs.
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from headrace import log
+from headrace.cli import options
+from headrace.cli.options import Place
+from headrace.cli.process import run_process
+from headrace.errors import ConfigError
+
+DETAIL = """Serves gRPC (gateway.grpc) and HTTP (gateway.http). Tokens: gateway.tokens_file, or
+$HEADRACE_FEEDBACK_TOKENS='NAME TOKEN,...'. Without tokens it serves this machine only.
+With `forget USER` it serves nothing: the key of USER's stored code is destroyed, in every copy of the log."""
+ADDRESSES = ".addresses"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("forget",), help="instead of serving")
+    parser.add_argument("user", nargs="?", metavar="USER", help="whose code nobody shall read any more")
+    parser.add_argument("--name", default="gateway", help="of this process in logs and pid file")
+    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
+    options.run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    where = options.place(args)
+    if args.action == "forget":
+        return _forget(where, args)
+    return run_process(
+        args.name,
+        where.run_dir,
+        lambda stop: _serve(where, args, stop),
+        module="headrace.producers.feedback",
+        level=args.log_level,
+    )
+
+
+async def _serve(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.producers import feedback
+    from headrace.wire.topics import FEEDBACK
+
+    def ready(addresses: feedback.Addresses) -> None:
+        if where.run_dir is not None:
+            _write_whole(where.run_dir / f"{args.name}{ADDRESSES}", f"{addresses.grpc}\n{addresses.http}\n")
+
+    async with options.opened(where) as bus:
+        await bus.create_topics([FEEDBACK])
+        await feedback.run(bus, where.settings.run, where.settings.gateway, stop, ready)
+
+
+def addresses_of(run_dir: Path, name: str = "gateway") -> tuple[str, str]:
+    """Where the gateway of a run listens: gRPC, HTTP. Raises ConfigError."""
+    path = run_dir / f"{name}{ADDRESSES}"
+    try:
+        grpc, http = path.read_text().split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: expected the addresses of a gateway (headrace gateway): {error}"
+        ) from error
+    return grpc, http
+
+
+def _forget(where: Place, args: argparse.Namespace) -> int:
+    from headrace.producers import feedback
+    from headrace.producers.gateway.text_keys import TextKeys
+
+    if not args.user:
+        raise ConfigError("forget: expected the name of a USER, got none")
+    config = where.settings.gateway
+    path = Path(config.home) / feedback.KEYS_FILE
+    user = feedback.pseudonyms_of(config).of(args.user)
+    if not path.is_file() or not TextKeys(path).forget(user):
+        print(
+            f"headrace: {user}: no key: nothing that this user's events stored is readable", file=sys.stderr
+        )
+        return 1
+    print(f"{user}: key destroyed; what this user's events stored is unreadable from now on")
+    return 0
+
+
+def _write_whole(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".staged")
+    staged.write_text(text)
+    staged.replace(path)
