@@ -23,12 +23,16 @@ from headrace.wire.records import Experience
 
 
 def marked(place: Place) -> list[Experience]:
-    """Six groups, two a step: the second of each step of user u<step>, the last of them live; the fourth in
-    an env of its own; the fifth and sixth sampled by version 1 and 2."""
+    """Six groups, two a step: the second of each step of user u<step>, those of steps 2 and 3 live; the
+    fourth in an env of its own; the fifth and sixth sampled by version 1 and 2."""
     groups = place.groups(6)
     for step in (1, 2, 3):
         groups[2 * step - 1] = msgspec.structs.replace(groups[2 * step - 1], user=f"u{step}")
-    groups[5] = msgspec.structs.replace(groups[5], source="live")
+    for index, member in ((3, 1), (5, 0)):  # rewards 0, which the baseline becomes, and 1
+        only = groups[index].rollouts[member]
+        steps = tuple(msgspec.structs.replace(step, member=0) for step in only.steps)
+        only = msgspec.structs.replace(only, member=0, steps=steps)
+        groups[index] = msgspec.structs.replace(groups[index], source="live", rollouts=(only,), group_size=1)
     groups[3] = msgspec.structs.replace(groups[3], env="other")
     return [sampled_by(group, max(0, index - 3)) for index, group in enumerate(groups)]
 
@@ -64,7 +68,7 @@ async def counterfactual(
         ("group:test-g1", [1]),
         ("user:u2", [3]),
         ("env:other", [3]),
-        ("source:live", [5]),
+        ("source:live", [3, 5]),
         ("group:test-g4", [4]),
         ("env:holes", [0, 1, 2, 4, 5]),
     ],
@@ -99,6 +103,7 @@ def test_equal_to_a_run_that_never_had_them(tmp_path: Path, text: str, gone: lis
                 ours, theirs = getattr(end, part), getattr(truth, part)
                 assert all(torch.equal(ours[name], theirs[name]) for name in ours)
             assert list(end.seen) == list(truth.seen)
+            assert end.baselines == truth.baselines
             left_out = [c.group_id for step in steps for c in step.left_out]
             assert left_out == [f"test-g{index}" for index in gone]
 
@@ -237,6 +242,7 @@ def test_nothing_matches(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["2", "--to", "3"], "--to goes with --without"),
         (["2", "-o", "x"], "-o and --force go with export and --without"),
         (["export", "2", "--what-if", "trainer.lr=1"], "expected one of export, --what-if, --without"),
+        (["export", "2", "-o", "x.zip"], "-o: expected the name of a pack, FILE.hrpack, got x.zip"),
         (["--without", "user:u1", "--to", "9"], "expected steps from 1 to 3, got 9"),
     ],
 )

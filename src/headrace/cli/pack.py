@@ -6,21 +6,14 @@ replay itself (`replay`).
 """
 
 import argparse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.cli import options, replay_rows, shown
 from headrace.cli.ground import Ground, computing
+from headrace.cli.replay_words import SUFFIX
 from headrace.cli.without import refuse_existing
-
-SUFFIX = ".hrpack"
-EXPORT = "export"
-
-
-def named(words: Sequence[str]) -> Path | None:
-    """The pack among the arguments, if the first of them is one."""
-    return Path(words[0]) if words and words[0].endswith(SUFFIX) else None
 
 
 @asynccontextmanager

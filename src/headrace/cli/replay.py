@@ -18,7 +18,7 @@ from headrace.bus.protocol import Bus
 from headrace.cli import options, replay_rows
 from headrace.cli.ground import Ground, ground
 from headrace.cli.options import Place
-from headrace.cli.replay_words import DETAIL, arguments, check_together, steps_asked
+from headrace.cli.replay_words import DETAIL, EXPORT, SUFFIX, arguments, check_together, steps_asked
 from headrace.errors import StoreError, TrainingError
 
 if TYPE_CHECKING:
@@ -35,13 +35,10 @@ EXIT_MACHINE = 11
 
 
 def run(args: argparse.Namespace) -> int:
-    from headrace.cli import pack
-
-    export = args.words[:1] == [pack.EXPORT]
+    export = args.words[:1] == [EXPORT]
     check_together(args, export)
-    path = pack.named(args.words)
-    if path is not None:
-        return asyncio.run(_in_pack(args, path))
+    if args.words and args.words[0].endswith(SUFFIX):
+        return asyncio.run(_in_pack(args, Path(args.words[0])))
 
     async def act(bus: Bus, where: Place) -> int:
         async with ground(bus, where, args.run_name, threads=args.threads) as found:

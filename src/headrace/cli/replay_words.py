@@ -11,6 +11,8 @@ from pathlib import Path
 from headrace.cli import options
 from headrace.errors import ConfigError
 
+SUFFIX = ".hrpack"
+EXPORT = "export"
 DETAIL = """\
 examples:
   headrace replay 12                  step 12: forward, backward and optimizer again, compare the weights
@@ -59,7 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="with export: the pack; with --without: a checkpoint that a new run can start from",
+        help="with export: the pack (default: RUN-STEPS.hrpack); with --without: a checkpoint to start from",
     )
     parser.add_argument("--force", action="store_true", help="write the output even if it exists")
     parser.add_argument(
@@ -76,7 +78,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_together(args: argparse.Namespace, export: bool) -> None:
     """Raises ConfigError for arguments that would be without effect."""
-    packed = bool(args.words) and not export and args.words[0].endswith(".hrpack")
+    packed = bool(args.words) and not export and args.words[0].endswith(SUFFIX)
     asked = {"export": export, "--what-if": bool(args.what_if), "--without": bool(args.without)}
     named = [name for name, there in asked.items() if there]
     wrong = [
@@ -93,6 +95,10 @@ def check_together(args: argparse.Namespace, export: bool) -> None:
         (
             (args.output or args.force) and not (export or args.without),
             "-o and --force go with export and --without",
+        ),
+        (
+            export and args.output is not None and args.output.suffix != SUFFIX,
+            f"-o: expected the name of a pack, FILE{SUFFIX}, got {args.output}",
         ),
         (packed and args.run_name is not None, "--run: a pack holds one run"),
         (
@@ -118,7 +124,8 @@ def steps_asked(words: Sequence[str], last: int | None, head: int, begin: int = 
         return max(begin, head - last + 1), head
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", words[0])
     if match is None:
-        raise ConfigError(f"{place}: expected a step (12) or a range of steps (3..7), got {words[0]!r}")
+        hint = f" (a pack's name ends in {SUFFIX})" if Path(words[0]).is_file() else ""
+        raise ConfigError(f"{place}: expected a step (12) or a range of steps (3..7), got {words[0]!r}{hint}")
     first, end = int(match[1]), int(match[2] or match[1])
     if not begin <= first <= end <= head:
         raise ConfigError(f"{place}: expected steps from {begin} to {head}, got {words[0]}")
