@@ -223,7 +223,6 @@ class Fold:
         self.open += (weight > 0) - (cell.weight > 0)
         self.open_bytes += weight - cell.weight
         cell.weight = weight
-        if weight:
-            self._settled.pop(key, None)
-        else:
-            self._settled.setdefault(key)
+        self._settled.pop(key, None)
+        if not weight:
+            self._settled[key] = None

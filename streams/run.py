@@ -1,5 +1,5 @@
-"""The process behind `headrace experience`: the experience join on the bus host, one task for each partition
-it owns.
+"""The processes behind `headrace experience` and `headrace feedback-join`: processors on the bus host, one
+task for each partition that they own.
 
 Not here: the command line, which opens the bus and the store (`headrace.cli`); Faust (`streams.app`).
 
@@ -21,8 +21,10 @@ from headrace.clock import Clock, SystemClock
 from headrace.errors import ConfigError, TopicMismatch
 from headrace.store.blobs import Blobs
 from headrace.streams.experience import ExperienceConfig, ExperienceJoin
+from headrace.streams.feedback import FeedbackConfig, FeedbackJoin
 from headrace.streams.hosts.bus import HostConfig, PartitionHost
 from headrace.streams.processor import Processor
+from headrace.streams.users import UsersConfig, UsersLimit
 from headrace.wire.topics import DEAD_LETTERS
 
 REPORT_S = 10.0
@@ -37,6 +39,14 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: HostConfig = HostConfig()
 
 
+class FeedbackStreamConfig(msgspec.Struct, frozen=True, kw_only=True):
+    share: str = "1/1"
+    """`i/n`: this process is the i-th of n."""
+    join: FeedbackConfig = FeedbackConfig()
+    users: UsersConfig = UsersConfig()
+    host: HostConfig = HostConfig()
+
+
 async def run(
     bus: Bus,
     config: StreamConfig,
@@ -46,20 +56,47 @@ async def run(
     clock: Clock | None = None,
     report_s: float = REPORT_S,
 ) -> None:
-    """Joins until `stop`, with everything read committed. Topics must exist (`headrace topics create`).
+    """Joins steps and rewards until `stop`, as `run_processors` does."""
+    processors: list[Processor] = [ExperienceJoin(config.join)]
+    await run_processors(bus, processors, config.share, config.host, stop, blobs, clock, report_s)
+
+
+async def run_feedback(
+    bus: Bus,
+    config: FeedbackStreamConfig,
+    stop: asyncio.Event,
+    *,
+    blobs: Blobs,
+    clock: Clock | None = None,
+    report_s: float = REPORT_S,
+) -> None:
+    """Judges suggestions, and limits the weight of each user, until `stop`, as `run_processors` does."""
+    processors: list[Processor] = [FeedbackJoin(config.join), UsersLimit(config.users)]
+    await run_processors(bus, processors, config.share, config.host, stop, blobs, clock, report_s)
+
+
+async def run_processors(
+    bus: Bus,
+    processors: Sequence[Processor],
+    share: str,
+    config: HostConfig,
+    stop: asyncio.Event,
+    blobs: Blobs,
+    clock: Clock | None = None,
+    report_s: float = REPORT_S,
+) -> None:
+    """Runs `processors` until `stop`, with everything read committed. Topics must exist (`headrace topics
+    create`).
 
     Raises ConfigError, TopicMismatch, Fenced (another process owns one of our partitions now), OffsetGone,
     BusUnavailable.
     """
-    processor = ExperienceJoin(config.join)
-    partitions = await _partitions(bus, processor)
     hosts = [
-        PartitionHost(
-            bus, processor, partition, blobs=blobs, clock=clock or SystemClock(), config=config.host
-        )
-        for partition in owned(config.share, partitions)
+        PartitionHost(bus, processor, partition, blobs=blobs, clock=clock or SystemClock(), config=config)
+        for processor in processors
+        for partition in owned(share, await _partitions(bus, processor))
     ]
-    report = asyncio.create_task(_report(processor, hosts, report_s))
+    report = asyncio.create_task(_report(hosts, report_s))
     try:
         async with asyncio.TaskGroup() as tasks:
             for host in hosts:
@@ -68,7 +105,7 @@ async def run(
         raise group.exceptions[0] from None
     finally:
         report.cancel()
-        _log(processor, hosts)
+        _log(hosts)
 
 
 def owned(share: str, partitions: int) -> range:
@@ -94,12 +131,14 @@ async def _partitions(bus: Bus, processor: Processor) -> int:
     return next(iter(counts.values()))
 
 
-async def _report(processor: Processor, hosts: Sequence[PartitionHost], report_s: float) -> None:
+async def _report(hosts: Sequence[PartitionHost], report_s: float) -> None:
     while True:
         await asyncio.sleep(report_s)
-        _log(processor, hosts)
+        _log(hosts)
 
 
-def _log(processor: Processor, hosts: Sequence[PartitionHost]) -> None:
-    counts = sum((host.counts for host in hosts), Counter())
-    log.event(_logger, "counts", stream=processor.name, open=sum(host.open for host in hosts), **counts)
+def _log(hosts: Sequence[PartitionHost]) -> None:
+    for stream in dict.fromkeys(host.stream for host in hosts):
+        same = [host for host in hosts if host.stream == stream]
+        counts = sum((host.counts for host in same), Counter())
+        log.event(_logger, "counts", stream=stream, open=sum(host.open for host in same), **counts)

@@ -77,6 +77,10 @@ class PartitionHost:
         self.counts: Counter[str] = Counter()
 
     @property
+    def stream(self) -> str:
+        return self._processor.name
+
+    @property
     def group(self) -> str:
         """Consumer group of the positions, and the `ce_source` of what goes out."""
         return f"streams.{self._processor.name}"

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollouts": ("processes", "process: rolls prompts out"),
     "inference": ("processes", "process: generates tokens (gRPC)"),
     "experience": ("processes", "process: joins steps and rewards into closed groups"),
+    "feedback-join": ("processes", "process: joins what editors report into rewards of suggestions"),
     "trainer": ("processes", "process: the one trainer"),
     "rank": ("rank", "process: computes steps with a trainer of several ranks"),
     "relay": ("processes", "process: brings published weights to the replicas"),

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         "rollouts": ("headrace.consumers.rollouts", _rollouts),
         "inference": ("headrace.inference.server", _inference),
         "experience": ("headrace.streams.run", _experience),
+        "feedback-join": ("headrace.streams.run", _feedback_join),
         "trainer": ("headrace.consumers.training", _trainer),
         "relay": ("headrace.consumers.weights", _relay),
         "watch": ("headrace.consumers.evaluation", _watch),
@@ -112,6 +113,13 @@ async def _experience(where: Place, args: argparse.Namespace, stop: asyncio.Even
 
     async with options.opened(where) as bus:
         await host.run(bus, where.settings.experience, stop, blobs=blobs(where))
+
+
+async def _feedback_join(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.streams import run as host
+
+    async with options.opened(where) as bus:
+        await host.run_feedback(bus, where.settings.feedback_join, stop, blobs=blobs(where))
 
 
 async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:

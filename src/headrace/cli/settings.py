@@ -17,7 +17,7 @@ from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
 from headrace.producers.config import GatewayConfig, PromptsConfig
 from headrace.store.blobs import GRACE_MS
-from headrace.streams.run import StreamConfig
+from headrace.streams.run import FeedbackStreamConfig, StreamConfig
 from headrace.trainer.config import TrainerConfig
 
 RUN_FILE = "run.toml"
@@ -61,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     env: EnvConfig = EnvConfig()
     inference: InferenceConfig = InferenceConfig()
     experience: StreamConfig = StreamConfig()
+    feedback_join: FeedbackStreamConfig = FeedbackStreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
     gateway: GatewayConfig = GatewayConfig()
