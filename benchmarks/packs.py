@@ -1,7 +1,6 @@
 """Bytes of a ledger record and of a pack, by what is in it.
 
-On a recorded run: `python -m benchmarks.packs RUN_DIR`. The packs hold one step and ten, from the newest
-checkpoint on that ten steps follow.
+On a recorded run: `python -m benchmarks.packs RUN_DIR`. The packs hold the newest step and the newest ten.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from headrace.cli import settings as tree
 from headrace.consumers.ledger import read_ledger
 from headrace.consumers.pack import export
 from headrace.consumers.pack_reader import PackReader
-from headrace.consumers.replay import Source, live_checkpoints
+from headrace.consumers.replay import Source
 from headrace.policy.checkpoint import load_seed
 from headrace.store.blobs import Blobs
 from headrace.trainer import provenance
@@ -65,12 +64,11 @@ async def _measured(run_dir: Path) -> None:
                 ],
             )
         )
-        starts = [0, *live_checkpoints(ledger)]
-        first = 1 + max(step for step in starts if step + STEPS <= ledger.version)
         rows = []
+        last = ledger.version
         with tempfile.TemporaryDirectory() as folder:
-            for last in (first, first + STEPS - 1):
-                path = Path(folder) / f"{last}.hrpack"
+            for first in (last, max(1, last - STEPS + 1)):
+                path = Path(folder) / f"{first}.hrpack"
                 done = await export(source, first, last, path, now=provenance.collect())
                 rows.append([last - first + 1, done.records, done.bytes, *by_kind(path).values()])
     print(table(["steps", "records", "bytes", *WHAT.values()], rows))
