@@ -165,11 +165,15 @@ def lines(told: Account, differences_max: int = DIFFERENCES_SHOWN) -> list[str]:
 
     found, cells = told.found, len(told.found.ledger | told.found.topics)
     trained = sum(answer.outcome == TRAINED for answer in told.ledger.answers.values())
-    dropped, flying = len(told.ledger.answers) - trained, len(told.topics.in_flight)
+    dropped = len(told.ledger.answers) - trained
+    flying = len(told.topics.in_flight.keys() - told.ledger.answers.keys())
+    silent = told.units - trained - dropped - flying
+    rest = f" + {silent:,} read and never answered" if silent else ""
+    steps = f"steps 1 to {told.ledger.steps}" if told.ledger.steps else "no step yet"
     said = "EQUAL" if found.equal else f"DIFFERENT in {found.differing:,}"
     drawn = [
-        f"account of run {shown.printable(told.run)}, steps 1 to {told.ledger.steps}",
-        f"{told.units:,} units in = {trained:,} trained + {dropped:,} dropped + {flying:,} in flight",
+        f"account of run {shown.printable(told.run)}, {steps}",
+        f"{told.units:,} units in = {trained:,} trained + {dropped:,} dropped + {flying:,} in flight{rest}",
         f"ledger and topics: {said} ({found.units:,} units compared, {cells} cells)",
         "",
         *draw(("outcome", ">ledger", ">topics", "equal"), _outcomes(told)),
