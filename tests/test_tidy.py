@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("consumers", "envs", "inference", "kernels", "producers", "streams", "trainer")
 LINES_MAX = 400
+LONGER = {"src/headrace/wire/records.py": 450}
+"""The one list of all records: a reader wants it whole."""
 TEST_LINES_MAX = 650
 """A contract suite is one idea and stays in one file."""
 SELF_EVIDENT_LINES = 12
@@ -62,7 +64,7 @@ def test_files_are_small() -> None:
     long = {
         name: text.count("\n")
         for name, text in sources()
-        if text.count("\n") > (TEST_LINES_MAX if name.startswith("tests/") else LINES_MAX)
+        if text.count("\n") > LONGER.get(name, TEST_LINES_MAX if name.startswith("tests/") else LINES_MAX)
     }
     assert long == {}
 
