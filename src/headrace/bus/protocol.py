@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, Protocol, Self
 
 from headrace.errors import RecordTooLarge, TopicMismatch
@@ -236,7 +237,7 @@ class Bus(Protocol):
 def check_size(message: Message) -> int:
     """Bytes of key and value. Raises RecordTooLarge: the same limits on both buses."""
     key, value = message.key or b"", message.value or b""
-    head_bytes = len(key) + sum(len(name) + len(header) for name, header in message.headers)
+    head_bytes = len(key) + sum(map(len, chain.from_iterable(message.headers)))
     if len(value) > RECORD_BYTES_MAX:
         raise RecordTooLarge(
             f"{message.topic}: expected a value of at most {RECORD_BYTES_MAX} bytes, got {len(value)}"

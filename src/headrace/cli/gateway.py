@@ -6,14 +6,20 @@ Its addresses stand in the run directory (`gateway.addresses`: gRPC, HTTP) while
 
 import argparse
 import asyncio
+import gc
+import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.cli import options
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.producers.config import GatewayConfig
 
 DETAIL = """Serves gRPC (gateway.grpc) and HTTP (gateway.http). Tokens: gateway.tokens_file, or
 $HEADRACE_FEEDBACK_TOKENS='NAME TOKEN,...'. Without tokens it serves this machine only.
@@ -46,13 +52,20 @@ async def _serve(where: Place, args: argparse.Namespace, stop: asyncio.Event) ->
     from headrace.producers import feedback
     from headrace.wire.topics import FEEDBACK
 
-    def ready(addresses: feedback.Addresses) -> None:
-        if where.run_dir is not None:
-            _write_whole(where.run_dir / f"{args.name}{ADDRESSES}", f"{addresses.grpc}\n{addresses.http}\n")
+    own = None if where.run_dir is None else where.run_dir / f"{args.name}{ADDRESSES}"
+    config = where.settings.gateway if own is None else _as_before(where.settings.gateway, own)
 
+    def ready(addresses: feedback.Addresses) -> None:
+        if own is not None:
+            _write_whole(own, f"{addresses.grpc}\n{addresses.http}\n")
+
+    # Events come and go in large numbers and in no cycles: the collector finds nothing, for a quarter of the
+    # time of the process (benchmarks/feedback.md) at the usual thresholds.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     async with options.opened(where) as bus:
         await bus.create_topics([FEEDBACK])
-        await feedback.run(bus, where.settings.run, where.settings.gateway, stop, ready)
+        await feedback.run(bus, where.settings.run, config, stop, ready)
 
 
 def addresses_of(run_dir: Path, name: str = "gateway") -> tuple[str, str]:
@@ -65,6 +78,29 @@ def addresses_of(run_dir: Path, name: str = "gateway") -> tuple[str, str]:
             f"{path}: expected the addresses of a gateway (headrace gateway): {error}"
         ) from error
     return grpc, http
+
+
+def _as_before(config: "GatewayConfig", own: Path) -> "GatewayConfig":
+    """Free ports become those of the last start, if nobody took them since: editors find it again."""
+    import msgspec
+
+    if not own.is_file():
+        return config
+    grpc, http = addresses_of(own.parent, own.name.removesuffix(ADDRESSES))
+    return msgspec.structs.replace(config, grpc=_earlier(grpc, config.grpc), http=_earlier(http, config.http))
+
+
+def _earlier(earlier: str, configured: str) -> str:
+    host, _, port = configured.rpartition(":")
+    if port != "0" or earlier.rpartition(":")[0] != host:
+        return configured
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(earlier.rpartition(":")[2])))
+        except (OSError, ValueError):
+            return configured
+    return earlier
 
 
 def _forget(where: Place, args: argparse.Namespace) -> int:

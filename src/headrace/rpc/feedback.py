@@ -6,7 +6,6 @@ here: transport, and the record on the topic (`wire.records.Feedback`). Imports 
 it.
 """
 
-import math
 import re
 from typing import Final, get_args
 
@@ -87,7 +86,15 @@ def fault_of(event: Event) -> str:
         return f"accepted_length: expected 0 to {LENGTH_MAX} UTF-16 units, got {length}"
     if length is None and event.kind == "partially_accepted":
         return "accepted_length: expected the length so far in UTF-16 units, got none"
-    return _fault_of_rare(event)
+    if event.view_id and not _ID.fullmatch(event.view_id):
+        return _no_id("view_id", event.view_id)
+    if event.client and not _CLIENT.fullmatch(event.client):
+        return f"client: expected NAME/VERSION of letters, digits and ._+-, got {_shown(event.client)}"
+    if len(event.user) > USER_CHARS_MAX:
+        return f"user: expected at most {USER_CHARS_MAX} characters, got {len(event.user)}"
+    if event.text or event.superseded_by or event.continues:
+        return _fault_of_rare(event)
+    return _fault_of_measures(event)
 
 
 def utf16_length(text: str) -> int:
@@ -97,24 +104,19 @@ def utf16_length(text: str) -> int:
 
 def _fault_of_rare(event: Event) -> str:
     """Of the fields that most events leave empty."""
-    for name, value in (
-        ("view_id", event.view_id or None),
-        ("superseded_by", event.superseded_by),
-        ("continues", event.continues),
-    ):
-        if value is not None and not _ID.fullmatch(value):
+    for name, value in (("superseded_by", event.superseded_by), ("continues", event.continues)):
+        if value and not _ID.fullmatch(value):
             return _no_id(name, value)
-    if len(event.user) > USER_CHARS_MAX:
-        return f"user: expected at most {USER_CHARS_MAX} characters, got {len(event.user)}"
-    if event.client and not _CLIENT.fullmatch(event.client):
-        return f"client: expected NAME/VERSION of letters, digits and ._+-, got {_shown(event.client)}"
-    if len(event.text.encode(errors="replace")) > TEXT_BYTES_MAX:
-        return (
-            f"text: expected at most {TEXT_BYTES_MAX} bytes, got {len(event.text.encode(errors='replace'))}"
-        )
+    text_bytes = len(event.text.encode(errors="replace"))
+    if text_bytes > TEXT_BYTES_MAX:
+        return f"text: expected at most {TEXT_BYTES_MAX} bytes, got {text_bytes}"
+    return _fault_of_measures(event)
+
+
+def _fault_of_measures(event: Event) -> str:
     if event.persisted_s is not None and not 0 <= event.persisted_s <= PERSISTED_S_MAX:
         return f"persisted_s: expected 0 to {PERSISTED_S_MAX} seconds, got {event.persisted_s}"
-    if event.difference is not None and not (math.isfinite(event.difference) and 0 <= event.difference <= 1):
+    if event.difference is not None and not 0 <= event.difference <= 1:  # NaN is neither
         return f"difference: expected 0 to 1, got {event.difference}"
     return ""
 
