@@ -141,7 +141,7 @@ class ExperienceJoin:
         group, end_ms = state.group, self._end_ms(state.group)
         if group.failure is not None:
             return self._close(key, group, "failed", group.failure.reason, end_ms)
-        if group.prompt is not None:
+        if group.ends_ms is not None:
             return self._close(key, group, "timeout", "", end_ms)
         reason = f"no prompt came within {self._config.orphan_ms} ms"
         return self._close(key, group, "failed", reason, end_ms)

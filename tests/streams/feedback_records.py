@@ -1,4 +1,4 @@
-"""Live suggestions and what editors say of them, and the two feedback processors without any host. Not tests."""
+"""Live suggestions and what editors say of them, and both feedback processors without a host. Not tests."""
 
 import math
 from collections import Counter, defaultdict
@@ -98,13 +98,13 @@ class Became:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> "Became":
-        by_type = defaultdict(list)
+        by_type = defaultdict[type[Record], list[Any]](list)
         for record in records:
             by_type[type(record)].append(record)
         assert all(len(same) == 1 for kind, same in by_type.items() if kind is not DeadLetter), by_type
-        (reward,) = by_type[Reward] or [None]
-        (failed,) = by_type[GroupFailed] or [None]
-        (exposure,) = by_type[Exposure] or [None]
+        reward: Reward | None = next(iter(by_type[Reward]), None)
+        failed: GroupFailed | None = next(iter(by_type[GroupFailed]), None)
+        exposure: Exposure | None = next(iter(by_type[Exposure]), None)
         assert not (reward and failed)
         scored = reward is not None and reward.verdict == "score"
         return cls(

@@ -11,7 +11,7 @@ from stream_scenarios import SCENARIOS, Expected
 from headrace.bus.protocol import Bus, Delivery, Message, TopicPartition, partition_of
 from headrace.wire.codec import decode, encode
 from headrace.wire.records import Experience, Prompt, Record, Reward
-from headrace.wire.topics import EXPERIENCE, PARTITIONS, PROMPTS, REWARDS, ROLLOUT_STEPS
+from headrace.wire.topics import EXPERIENCE, EXPERIENCE_LIVE, PARTITIONS, PROMPTS, REWARDS, ROLLOUT_STEPS
 
 WAIT_S = 40.0
 
@@ -35,9 +35,11 @@ def messages(records: Iterable[Record]) -> list[Message]:
 async def experiences(bus: Bus) -> dict[str, list[Experience]]:
     """Every `Experience` on the log, by group."""
     found = defaultdict(list)
-    for delivery in await everything(bus, EXPERIENCE.name):
+    both = [*await everything(bus, EXPERIENCE.name), *await everything(bus, EXPERIENCE_LIVE.name)]
+    for delivery in both:
         record = decode(delivery.topic, delivery.value or b"", delivery.headers)
         assert isinstance(record, Experience)
+        assert (record.source == "live") == (delivery.topic == EXPERIENCE_LIVE.name)
         assert (delivery.key, delivery.header("ce_id")) == (record.group_id.encode(),) * 2
         found[record.group_id].append(record)
     return found

@@ -1,7 +1,8 @@
-"""A join as its own process: `python stream_process.py ADDRESS BLOBS [COMMIT]`. Not tests.
+"""A join as its own process: `python stream_process.py ADDRESS BLOBS [COMMIT|feedback|settled]`. Not tests.
 
 Stops on SIGTERM. With COMMIT, it stops itself (SIGSTOP) right before it makes that commit, as a machine that
-hangs between its read and its commit.
+hangs between its read and its commit. With `feedback` it is the feedback join, with `settled` one that closes
+what is judged at once.
 """
 
 import asyncio
@@ -17,8 +18,9 @@ from headrace.bus import open_bus
 from headrace.bus.protocol import Bus, Transactor
 from headrace.errors import HeadraceError
 from headrace.store.blobs import Blobs
+from headrace.streams.feedback import FeedbackConfig
 from headrace.streams.hosts.bus import HostConfig
-from headrace.streams.run import StreamConfig, run
+from headrace.streams.run import FeedbackStreamConfig, StreamConfig, run, run_feedback
 
 
 class Delegate:
@@ -62,18 +64,29 @@ class HangingTransactor:
         return await self._bus.commit(self._transactor, messages, **kwargs)
 
 
-async def main(address: str, blobs: str, commit: int | None) -> None:
+FEEDBACK = {
+    "feedback": FeedbackConfig(window_ms=2_000, orphan_ms=1_500),
+    "settled": FeedbackConfig(window_ms=60_000, settle_ms=0),
+}
+
+
+async def main(address: str, blobs: str, mode: str) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with open_bus(address) as bus:
-        joined: Any = bus if commit is None else HangingBus(bus, commit)
+        if mode in FEEDBACK:
+            host = HostConfig(records_max=20, clock_skew_ms=0)
+            config = FeedbackStreamConfig(join=FEEDBACK[mode], host=host)
+            await run_feedback(bus, config, stop, blobs=Blobs.open(blobs))
+            return
+        joined: Any = HangingBus(bus, int(mode)) if mode else bus
         await run(joined, StreamConfig(host=HostConfig(records_max=20)), stop, blobs=Blobs.open(blobs))
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:
-        asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None))
+        asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""))
     except HeadraceError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(error.exit_code)

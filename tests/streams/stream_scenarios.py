@@ -8,9 +8,10 @@ stamps its own time.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from feedback_records import suggestion
 from stream_records import COMPONENTS, failed, prompt, reward, rollout, step
 
-from headrace.wire.records import Experience, Record
+from headrace.wire.records import Experience, Record, Reward
 
 FAR_MS = 3_600_000
 NEAR_MS = 1_500
@@ -192,4 +193,48 @@ SCENARIOS = [
         ],
         Expected("complete", {0: 1.5, 1: 1.5}),
     ),
+    Scenario(
+        "a live suggestion and its judgement",
+        FAR_MS,
+        lambda g, d: [suggestion(g), judged(g, -0.25)],
+        Expected("complete", {0: -0.25}, attempts=(0,)),
+        after=lambda g, d: [judged(g, 0.75), suggestion(g)],
+        late=2,
+    ),
+    Scenario(
+        "a judgement that is read before its suggestion",
+        FAR_MS,
+        lambda g, d: [judged(g, 0.75), judged(g, 0.75), suggestion(g)],
+        Expected("complete", {0: 0.75}, attempts=(0,)),
+    ),
+    Scenario(
+        "a live suggestion that was never shown",
+        FAR_MS,
+        lambda g, d: [suggestion(g), failed(g, attempt=0, reason="never_shown")],
+        Expected("failed", {0: None}, missing=(0,), attempts=(0,), reason="never_shown"),
+        after=lambda g, d: [judged(g, 0.75)],
+        late=1,
+    ),
+    Scenario(
+        "a live suggestion in quarantine",
+        FAR_MS,
+        lambda g, d: [suggestion(g), judged(g, None)],
+        Expected("complete", {0: None}, attempts=(0,), quarantined=(0,), reason="too many"),
+    ),
 ]
+
+
+def judged(group: str, value: float | None) -> Reward:
+    """The judgement of a live suggestion; None: its user gave too many."""
+    return Reward(
+        run="test",
+        group_id=group,
+        member=0,
+        attempt=0,
+        component="user",
+        verdict="quarantine" if value is None else "score",
+        value=value or 0.0,
+        range_min=-1.0,
+        range_max=1.0,
+        evidence="too many" if value is None else "",
+    )

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from feedback_records import suggestion
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_records import DEADLINE_MS, failed, prompt, reward, rollout, step
-from stream_scenarios import SCENARIOS, Expected, Scenario
+from stream_scenarios import SCENARIOS, Expected, Scenario, judged
 
 from headrace.errors import WireError
 from headrace.streams.experience import ExperienceConfig, ExperienceJoin
 from headrace.streams.fold import Fold
+from headrace.streams.group import LIVE_MS
 from headrace.streams.processor import Event
 from headrace.wire.records import Experience, Record, Span
 
@@ -85,6 +87,46 @@ def test_early_records_past_the_deadline_do_not_count() -> None:
     feed(fold, [prompt("g", size=1), *most])
     (experience,) = advance(fold, DEADLINE_MS + 1)
     assert (experience.closed, experience.rollouts[0].reward) == ("timeout", None)
+
+
+def test_live_suggestion_says_what_a_prompt_would() -> None:
+    """A live group carries user, region and version of its one step, and goes out on its own topic; a claim
+    to be live changes nothing for a group that a Prompt announced."""
+    fold = Fold(ExperienceJoin(CONFIG))
+    fold.apply(Event("t", 0, 0, 5, suggestion("s", user="u")))
+    fold.apply(Event("t", 0, 1, 9, judged("s", 0.75)))
+    (output,) = fold.drain().outputs
+    live = output.record
+    assert isinstance(live, Experience) and output.topic == "experience.live"
+    assert (live.source, live.env, live.task_id, live.group_size) == ("live", "live", "", 1)
+    assert (live.user, live.region, live.admitted_version) == ("u", "far", 3)
+    assert (live.opened_ms, live.closed_ms) == (5, 9)
+    fold.apply(Event("t", 0, 2, 10, prompt("g", size=1)))
+    fold.apply(Event("t", 0, 3, 11, suggestion("g")))
+    fold.apply(Event("t", 0, 4, 12, judged("g", 0.75)))
+    assert not fold.drain().outputs
+
+
+def test_live_suggestion_waits_for_its_judgement() -> None:
+    """Without a judgement a live group ends six hours after its step; one that the log took later is late,
+    in whatever order both are read."""
+    records: Arrivals = [(0, suggestion("s")), (LIVE_MS + 1, judged("s", 1.0))]
+    for order in (records, records[::-1]):
+        fold = Fold(ExperienceJoin(ExperienceConfig(orphan_ms=LIVE_MS * 2)))
+        for at_ms, record in order:
+            fold.apply(Event("t", 0, 0, at_ms, record))
+        assert not fold.drain().outputs
+        assert advance(fold, LIVE_MS) == []
+        (live,) = advance(fold, LIVE_MS + 1)
+        assert (live.closed, live.missing, live.closed_ms) == ("timeout", (0,), LIVE_MS)
+
+
+def test_closed_suggestion_is_forgotten_sooner() -> None:
+    """Of a live group only `live_memory_ms` is remembered: they are many, and nobody rolls them out again."""
+    fold = Fold(ExperienceJoin(ExperienceConfig(live_memory_ms=100)))
+    feed(fold, [suggestion("s"), judged("s", 1.0), prompt("g", size=1), *rollout("g", 0)])
+    advance(fold, 101)
+    assert fold.settled == 1
 
 
 def test_times() -> None:
@@ -174,6 +216,7 @@ def test_closed_groups_are_bounded() -> None:
         (prompt("g", components={}), "components: expected at least one"),
         (prompt("g", components={"tests": float("nan")}), "components: expected finite weights"),
         (step("g", -1, 0), "member: expected 0 to"),
+        (suggestion("g", member=1), "live step: expected member 0, step 0, last, got"),
         (step("g", 0, -1), "step: expected at least 0"),
         (msgspec.structs.replace(step("g", 0, 0), logp=b"1234"), "tokens_out, logp, loss_mask"),
         (
