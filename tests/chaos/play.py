@@ -112,7 +112,12 @@ class ChaosRun:
         await start_all(self.crew)
         self._logs = {name: ProcessLog(child) for name, child in self.crew.children.items()}
         await self.until(lambda: self.watch.step > 0, FIRST_STEP_S, "a first step")
+        self.begin()
+
+    def begin(self) -> None:
+        """Times and deaths are counted from here."""
         self._begun_s = time.monotonic()
+        self._kills = Counter({name: child.restarts for name, child in self.crew.children.items()})
 
     async def hurt(
         self,
@@ -136,7 +141,7 @@ class ChaosRun:
                 task.cancel()
             await asyncio.gather(observer, beside, return_exceptions=True)
             await asyncio.gather(*self._paused.values())
-        await self._look()
+        await self.look()
         self.story.faults_s = self.elapsed_s
         self.story.steps_at_cut = self.watch.step
 
@@ -152,7 +157,7 @@ class ChaosRun:
     async def drain(self) -> None:
         """Starts all again, to end at the first step that closes all that was issued. Raises Stuck."""
         begun_s = time.monotonic()
-        await self._look()
+        await self.look()
         settings = tree.load(self.run_dir)
         per_step = settings.run.groups_per_step
         last = max(self.watch.step, -(-len(self.watch.issued) // per_step))
@@ -169,14 +174,14 @@ class ChaosRun:
             f"version {last} to be served",
         )
         await self.cut()
-        await self._look()
+        await self.look()
         self.story.drain_s = time.monotonic() - begun_s
 
     async def until(self, what: Callable[[], bool], deadline_s: float, expected: str) -> None:
         """Waits until `what()` holds of a fresh watch. Raises Stuck at the deadline."""
         end = time.monotonic() + deadline_s
         while True:
-            await self._look()
+            await self.look()
             if what():
                 return
             if time.monotonic() > end:
@@ -195,7 +200,8 @@ class ChaosRun:
             await asyncio.sleep(0.1)
         return found
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Reads what is new on the log."""
         self._sessions.update(child.pid for child in self.crew.children.values())
         async with self._looking:
             await self.watch.refresh()
@@ -211,7 +217,7 @@ class ChaosRun:
     async def _hit_process(self, fault: Fault) -> None:
         child = self.crew.children[fault.target]
         await alive(child)
-        await self._look()
+        await self.look()
         if child.process.returncode is not None:  # died meanwhile, by itself
             await alive(child)
         self._record(fault, child.pid, self._doing(fault.target))
@@ -225,7 +231,7 @@ class ChaosRun:
         send(child, signal.SIGKILL)
 
     async def _hit_broker(self, broker: Broker, fault: Fault) -> None:
-        await self._look()
+        await self.look()
         self._record(fault, broker.pid, "serving")
         done = self.story.done[-1]
         if fault.kind == "pause":
@@ -273,7 +279,7 @@ class ChaosRun:
             await asyncio.sleep(OBSERVE_S)
             now_s = time.monotonic()
             if now_s - looked_s > WATCH_S:
-                await self._look()
+                await self.look()
                 looked_s = time.monotonic()
             if self.watch.step > seen:
                 seen, seen_s = self.watch.step, time.monotonic()
@@ -303,11 +309,9 @@ class ChaosRun:
 async def started(
     run_dir: Path, bus: Bus, address: str, broker: Broker | None = None
 ) -> AsyncIterator[ChaosRun]:
-    """A new run that has made its first step, in small; nothing of it outlives the block."""
+    """A new run, in small, with nothing started yet; nothing of it outlives the block."""
     flags = {**SETTINGS, "run.name": run_dir.name, "bus.address": address}
     tree.save(tree.load(run_dir, flags=flags), run_dir)
     await bus.create_topics(list(TOPICS.values()))
     async with crew_of(run_dir) as crew:
-        play = ChaosRun(run_dir, bus, crew, broker)
-        await play.first_step()
-        yield play
+        yield ChaosRun(run_dir, bus, crew, broker)

@@ -13,6 +13,7 @@ from chaos import faults, verdict
 from chaos.crew import Broker, broker
 from chaos.play import ChaosRun, Story, started
 from chaos.verdict import Verdict
+from checker import Log, read_log
 from headrace.bus import open_bus
 
 
@@ -39,11 +40,20 @@ class Wanted:
         return (self.kills - kills) * run.elapsed_s / kills
 
 
+Act = Callable[[ChaosRun], Coroutine[Any, Any, None]]
+
+
+async def nothing(run: ChaosRun) -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     story: Story
     at_cut: Verdict
     at_end: Verdict
+    log: Log
+    """As it was in the end."""
 
     @property
     def wrong(self) -> list[str]:
@@ -51,12 +61,14 @@ class Outcome:
 
 
 async def run_through(
-    wanted: Wanted, *, say: Callable[[str], None], meanwhile: Callable[[ChaosRun], Coroutine[Any, Any, None]]
+    wanted: Wanted, *, say: Callable[[str], None], before: Act = ChaosRun.first_step, meanwhile: Act = nothing
 ) -> Outcome:
-    """Plays it, and checks. `meanwhile` runs beside the faults. Raises `play.Stuck`."""
+    """Plays it, and checks. `before` starts the run; `meanwhile` runs beside the faults. Raises
+    `play.Stuck`."""
     name = wanted.run_dir.name
     async with log_for(wanted) as (address, server), open_bus(address) as bus:
         async with started(wanted.run_dir, bus, address, server) as run:
+            await before(run)
             drawn = faults.draw(wanted.seed, broker=wanted.kafka, delay_s=wanted.delay_s)
             await run.hurt(drawn, wanted.enough, meanwhile)
             say("the cut: SIGTERM to all")
@@ -68,7 +80,7 @@ async def run_through(
             run.story.wrong.append(f"left behind: processes {left}")
         say("the verdict: every step again, from the seed")
         at_end = await verdict.of_end(bus, name, wanted.run_dir / "store")
-    return Outcome(run.story, at_cut, at_end)
+        return Outcome(run.story, at_cut, at_end, await read_log(bus))
 
 
 @asynccontextmanager
