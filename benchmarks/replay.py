@@ -42,6 +42,7 @@ SMALL = {
     "run.group_size": "4",
     "trainer.checkpoint_every": "50",
     "evaluation.tasks": "0",
+    "evaluation.watch_versions": "1000000",
 }
 DEFAULT = {"evaluation.tasks": "0"}
 DEFAULT_STEPS = 20
@@ -64,7 +65,7 @@ def main() -> None:
         long = _recorded(home / "long", args.steps, SMALL)
         default = _recorded(home / "default", DEFAULT_STEPS, DEFAULT)
         print(header("Replay: speed, recovery, overhead", "torch"))
-        print(asyncio.run(_replays(long)))
+        print(asyncio.run(_replays(long, Path(scratch))))
         print(_recovery(long))
         print(asyncio.run(_overhead(long, default)))
         print(asyncio.run(_sums(default)))
@@ -106,19 +107,22 @@ async def _ledger(run_dir: Path) -> list[TrainStep]:
         return (await read_ledger(bus, settings.run.name)).steps
 
 
-async def _replays(run_dir: Path) -> str:
+async def _replays(run_dir: Path, scratch: Path) -> str:
     """From the seed: all steps, plain and under other conditions that must not matter."""
     recorded = await _ledger(run_dir)
+    moved = scratch / "elsewhere" / run_dir.name
+    shutil.copytree(run_dir, moved)
     original_s = sum(step.metrics["seconds.learn"] for step in recorded)
     rows = []
-    for what, words in (
-        ("as recorded", []),
-        ("2 threads", ["--threads", "2"]),
-        ("microbatches of 1", ["--microbatch", "1"]),
+    for what, where, words in (
+        ("as recorded", run_dir, []),
+        ("2 threads", run_dir, ["--threads", "2"]),
+        ("microbatches of 1", run_dir, ["--microbatch", "1"]),
+        ("in another directory", moved, ["--microbatch", "3", "--threads", "2"]),
     ):
         started_s = time.perf_counter()
         found = json.loads(
-            _headrace("replay", f"1..{len(recorded)}", "--json", "--run-dir", str(run_dir), *words, ok=(0, 1))
+            _headrace("replay", f"1..{len(recorded)}", "--json", "--run-dir", str(where), *words, ok=(0, 1))
         )
         wall_s = time.perf_counter() - started_s
         equal = sum(step["equal"] for step in found["steps"])
