@@ -26,6 +26,7 @@ from benchmarks.page import header, table
 from headrace.bus import open_bus
 from headrace.bus.protocol import TopicPartition
 from headrace.cli import settings as tree
+from headrace.cli.options import Place, opened
 from headrace.cli.process import living
 from headrace.consumers.batches import entries_of
 from headrace.consumers.ledger import read_ledger
@@ -85,14 +86,14 @@ def _headrace(*words: str, ok: Sequence[int] = (0,)) -> str:
     return done.stdout
 
 
-def _recorded(run_dir: Path, steps: int, flags: dict[str, str]) -> Path:
+def _recorded(run_dir: Path, steps: int, flags: dict[str, str], *more: str) -> Path:
     """A run of so many steps, made now unless it is there."""
     if not (run_dir / "report").exists():
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         subprocess.run(
             [
                 *(sys.executable, "-m", "headrace", "demo", "--steps", str(steps), "--plain"),
-                *("--run-dir", str(run_dir), *words),
+                *("--run-dir", str(run_dir), *words, *more),
             ],
             stdout=sys.stderr,
             timeout=RECORD_S,
@@ -103,7 +104,7 @@ def _recorded(run_dir: Path, steps: int, flags: dict[str, str]) -> Path:
 
 async def _ledger(run_dir: Path) -> list[TrainStep]:
     settings = tree.load(run_dir)
-    async with open_bus(settings.bus.address) as bus:
+    async with opened(Place(settings, run_dir)) as bus:
         return (await read_ledger(bus, settings.run.name)).steps
 
 
@@ -208,29 +209,15 @@ def _restarted(home: Path) -> list[object]:
 
 async def _overhead(long: Path, default: Path) -> str:
     """From the ledgers' own times: a commit's are in the record after it."""
-    rows = []
-    for name, run_dir in (
-        ("small steps", long),
-        ("default steps", default),
-        ("default, Kafka", _on_kafka(default)),
-    ):
-        if run_dir is None:
-            continue
-        steps = (await _ledger(run_dir))[2:]
-        working_s = sum(sum(step.metrics[f"seconds.{phase}"] for phase in WORK) for step in steps)
-        commit_s = sum(step.metrics["seconds.commit"] for step in steps)
-        pause_s = sum(step.metrics.get("seconds.checkpoint", 0.0) for step in steps[:-1])
-        rows.append(
-            [
-                name,
-                len(steps),
-                1000 * working_s / len(steps),
-                1000 * median(step.metrics["seconds.commit"] for step in steps),
-                f"{commit_s / working_s:.1%}",
-                f"{pause_s / working_s:.2%}",
-                f"{_beside(steps):.1%}",
-            ]
-        )
+    rows = [_costs("small steps", await _ledger(long)), _costs("default steps", await _ledger(default))]
+    if shutil.which("mvn") is not None:
+        os.environ["HEADRACE_KAFKA_DIR"] = str(default.with_name("broker"))
+        _headrace("kafka", "up")
+        try:
+            run_dir = _recorded(default.with_name("kafka"), DEFAULT_STEPS, DEFAULT, "--bus", "kafka")
+            rows.append(_costs("default, Kafka", await _ledger(run_dir)))
+        finally:
+            _headrace("kafka", "down")
     columns = [
         "run",
         "steps",
@@ -258,11 +245,20 @@ def _beside(steps: Sequence[TrainStep]) -> float:
     return pace(beside) / pace([step for step in steps if step not in beside]) - 1
 
 
-def _on_kafka(default: Path) -> Path | None:
-    """The default run again, on a broker; None where there is none."""
-    if shutil.which("mvn") is None and "HEADRACE_KAFKA" not in os.environ:
-        return None
-    return _recorded(default.with_name("kafka"), DEFAULT_STEPS, DEFAULT | {"bus": "kafka"})
+def _costs(name: str, recorded: Sequence[TrainStep]) -> list[object]:
+    steps = recorded[2:]
+    working_s = sum(sum(step.metrics.get(f"seconds.{phase}", 0.0) for phase in WORK) for step in steps)
+    commit_s = sum(step.metrics["seconds.commit"] for step in steps)
+    pause_s = sum(step.metrics.get("seconds.checkpoint", 0.0) for step in steps[:-1])
+    return [
+        name,
+        len(steps),
+        1000 * working_s / len(steps),
+        1000 * median(step.metrics["seconds.commit"] for step in steps),
+        f"{commit_s / working_s:.1%}",
+        f"{pause_s / working_s:.2%}",
+        f"{_beside(steps):.1%}",
+    ]
 
 
 async def _sums(run_dir: Path) -> str:
