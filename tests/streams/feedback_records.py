@@ -179,4 +179,5 @@ def about(name: str, records: Sequence[Record]) -> list[Record]:
 
 
 NAN = math.nan
-OUTPUTS = (REWARDS.name, ROLLOUT_STEPS.name, EXPOSURES.name, DEAD_LETTERS.name)
+OUTPUTS = (EXPOSURES.name, REWARDS.name, ROLLOUT_STEPS.name, DEAD_LETTERS.name)
+"""Exposures first: who reads one has the reward of its transaction before it, too."""

@@ -1,7 +1,7 @@
-"""A join as its own process: `python stream_process.py ADDRESS BLOBS [COMMIT|feedback|settled]`. Not tests.
+"""A join as its own process: `python stream_process.py ADDRESS BLOBS [COMMIT | slow | settled]`. Not tests.
 
 Stops on SIGTERM. With COMMIT, it stops itself (SIGSTOP) right before it makes that commit, as a machine that
-hangs between its read and its commit. With `feedback` it is the feedback join, with `settled` one that closes
+hangs between its read and its commit. With `slow` it is the feedback join, with `settled` one that closes
 what is judged at once.
 """
 
@@ -65,7 +65,7 @@ class HangingTransactor:
 
 
 FEEDBACK = {
-    "feedback": FeedbackConfig(window_ms=2_000, orphan_ms=1_500),
+    "slow": FeedbackConfig(window_ms=6_000, orphan_ms=4_000),
     "settled": FeedbackConfig(window_ms=60_000, settle_ms=0),
 }
 

@@ -40,7 +40,7 @@ def test_feedback_scenarios_on_sqlite(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with log(f"sqlite:{tmp_path}/log.db") as bus:
-            await feedback_joined(bus, tmp_path, play_feedback(bus, "s"), **SETTINGS)
+            await feedback_joined(bus, tmp_path, play_feedback(bus, "s", after=True), **SETTINGS)
             found = await closed_live(bus)
             assert set(found.values()) == {1}
             assert found["s accepted", "complete"] == found["s never shown", "failed"] == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from feedback_faults import judges_killed_in_mid_work
-from feedback_play import SETTINGS, play_feedback
+from feedback_play import SLOW_SETTINGS, play_feedback
 from stream_faults import ended, join_command, log, process
 
 pytestmark = pytest.mark.kafka
@@ -26,7 +26,7 @@ def test_feedback_scenarios_on_kafka(kafka: str, tmp_path: Path, prefix: str) ->
     async def main() -> None:
         address = f"kafka:{kafka}"
         async with log(address) as bus:
-            with process(join_command(address, tmp_path, "feedback"), tmp_path) as join:
+            with process(join_command(address, tmp_path, "slow"), tmp_path) as join:
                 await play_feedback(bus, prefix)
                 assert await ended(join) == 0
 
@@ -50,7 +50,9 @@ def test_feedback_scenarios_under_faust(kafka: str, tmp_path: Path, prefix: str)
     sent again carries the same id and content."""
 
     async def main() -> None:
-        join = {f"HEADRACE_FEEDBACK_JOIN__JOIN__{name.upper()}": str(ms) for name, ms in SETTINGS.items()}
+        join = {
+            f"HEADRACE_FEEDBACK_JOIN__JOIN__{name.upper()}": str(ms) for name, ms in SLOW_SETTINGS.items()
+        }
         environment = {
             "HEADRACE_BUS__ADDRESS": f"kafka:{kafka}",
             "HEADRACE_STORE__URI": f"file://{tmp_path}/blobs",

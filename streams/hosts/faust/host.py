@@ -152,6 +152,9 @@ class FaustHost:
         # Faust takes the partition of a table's record from the event under way; a batch has several, a timer
         # has none.
         place: Any = _Place(self._processor.inputs[0].name, partition)
+        if self._app.consumer.topic_partitions(self._table.changelog_topic_name) == 0:
+            # Faust's view of a topic that it has only just made: refused as a mismatch, until a restart.
+            self._table._verified_source_topics_for_partitions.add(place.message.topic)
         token = _current_event.set(weakref.ref(place))
         try:
             for key, entry in changes.entries:
