@@ -4,7 +4,7 @@ worse or broken. What they do is drawn here; every decision is the real code's (
 U users of a side  X exposures
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np

@@ -7,7 +7,7 @@ here: who needs it (`consumers.weights`), how a delta is coded (`kernels.delta`)
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from headrace import log
@@ -45,32 +45,53 @@ class Versions:
         self._announced: dict[int, WeightsPublished] = {}
         self._building = asyncio.Lock()
         self._held: Held | None = None
+        self._side: Held | None = None
+        """The last one obtained that was not the newest."""
+        self._needed: tuple[int, ...] = ()
 
     @property
     def newest(self) -> WeightsPublished | None:
         return self._announced[max(self._announced)] if self._announced else None
 
     def announce(self, record: WeightsPublished) -> None:
-        """Remembers an announcement; the oldest makes room above `versions_max`."""
+        """Remembers an announcement; above `versions_max` the oldest that is not needed makes room."""
         self._announced[record.version] = record
         if len(self._announced) > self._versions_max:
-            del self._announced[min(self._announced)]
+            needed = {link for version in self._needed for link in self._chain(version)}
+            gone = next((version for version in sorted(self._announced) if version not in needed), None)
+            if gone is not None:
+                del self._announced[gone]
 
-    async def obtain(self) -> Held:
-        """The newest announced version. What was held stays held until another is verified.
+    def need(self, versions: Iterable[int]) -> None:
+        """These, and the way to each, stay remembered however old they are: users are served with them."""
+        self._needed = tuple(versions)
+
+    def root_of(self, version: int) -> str | None:
+        """As announced; None for a version that is not remembered."""
+        found = self._announced.get(version)
+        return None if found is None else found.root
+
+    async def obtain(self, version: int | None = None) -> Held:
+        """The newest announced version, or the given one. What was held stays held until another is verified.
 
         Raises StoreError when no way to it checks out, StoreUnavailable.
         """
         async with self._building:
-            target = self.newest
-            assert target is not None, "asked before the first announcement"
-            if self._held is not None and self._held[:2] == (target.version, target.root):
-                return self._held
+            target = self.newest if version is None else self._announced.get(version)
+            if target is None:
+                raise StoreError(f"weights {version}: expected a remembered announcement, got none")
+            for held in (self._held, self._side):
+                if held is not None and held[:2] == (target.version, target.root):
+                    return held
             failures = []
             for way in self._ways(target):
                 try:
-                    self._held = await self._follow(way)
-                    return self._held
+                    built = await self._follow(way)
+                    if version is None:
+                        self._held = built
+                    else:
+                        self._side = built
+                    return built
                 except StoreUnavailable:
                     raise
                 except (StoreError, PolicyError) as error:
@@ -87,6 +108,16 @@ class Versions:
                 f"weights {target.version}: expected a way to root {target.root} that checks out, got"
                 f" {len(failures)} that do not: {'; '.join(failures) or 'no snapshot is announced'}"
             )
+
+    def _chain(self, version: int) -> Iterator[int]:
+        """`version`, and those that its deltas lead back to, as far as a snapshot."""
+        record = self._announced.get(version)
+        while record is not None:
+            yield record.version
+            step = _encoding(record, "delta")
+            if _encoding(record, "full") or step is None or step.base_version is None:
+                return
+            record = self._announced.get(step.base_version) if step.base_version < record.version else None
 
     def _ways(self, target: WeightsPublished) -> Iterator[list[Link]]:
         """From what is held, then from each full snapshot at or before `target`, the nearest first."""

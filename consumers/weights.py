@@ -3,7 +3,8 @@
 Announcements are hints: the relay takes the newest, builds it from the store, verifies its root, stages a
 file per replica, has it loaded and says on `weights.acks` what is served. A replica that restarted, or missed
 a version, is seen by its status and brought to the newest one. While anything fails, the old version serves
-on. Not here: building a version (`consumers.versions`), the swap itself (`inference`).
+on. With a release in force (`wire.release`) the replica hosts both sides of it too. Not here: building a
+version (`consumers.versions`), the swap itself (`inference`), deciding (`streams.canary`).
 """
 
 import asyncio
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from headrace import log
-from headrace.bus.dead_letters import decode_or_dead_letter
-from headrace.bus.protocol import Bus, Delivery, Message
+from headrace.bus.protocol import Bus
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers.config import RelayConfig
-from headrace.consumers.versions import Held, Versions
+from headrace.consumers.region import Region, Role
+from headrace.consumers.versions import Held
 from headrace.errors import (
-    BusUnavailable,
     InferenceError,
     InferenceUnavailable,
     StoreError,
@@ -32,14 +32,10 @@ from headrace.policy import checkpoint
 from headrace.rpc.client import InferenceClient
 from headrace.rpc.generation import Loaded, ReplicaStatus
 from headrace.store.blobs import BlobReader
-from headrace.wire.codec import encode
-from headrace.wire.records import WeightsAck, WeightsPublished
-from headrace.wire.topics import WEIGHTS, WEIGHTS_ACKS
+from headrace.wire.release import ReleaseConfig, Serving
 
 _logger = logging.getLogger(__name__)
 
-READ_MS: Final = 200
-RETRY_S: Final = 0.5
 LOADING_FACTOR: Final = 4
 """Times `load_ms_max` that a replica counts as loading after its answer stayed out."""
 RESTART_S: Final = 1.0
@@ -55,14 +51,16 @@ async def run(
     replicas: Sequence[str],
     stop: asyncio.Event,
     *,
+    release: ReleaseConfig = ReleaseConfig(),  # noqa: B008 - frozen
     clock: Clock | None = None,
 ) -> None:
-    """Keeps the replicas at these addresses on the newest announced version until `stop` is set.
+    """Keeps the replicas at these addresses on the newest announced version, and their live users on those of
+    the release, until `stop` is set.
 
     Raises BusUnavailable when the log stays away for longer than `outage_ms_max`. Faults of a replica or of
     the store are logged and tried again.
     """
-    relay = _Relay(bus, run, config, blobs, clock or SystemClock())
+    relay = Region(bus, run, config, blobs, clock or SystemClock(), release.mode)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(InferenceClient(address)) for address in replicas]
         tasks = [asyncio.create_task(relay.follow(stop))]
@@ -73,88 +71,6 @@ async def run(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Relay:
-    """What the replicas of a region share."""
-
-    def __init__(
-        self, bus: Bus, run: RunConfig, config: RelayConfig, blobs: BlobReader, clock: Clock
-    ) -> None:
-        self._bus = bus
-        self.run = run
-        self.config = config
-        self.versions = Versions(blobs, config.versions_max)
-        self._clock = clock
-        self._news = asyncio.Event()
-
-    async def follow(self, stop: asyncio.Event) -> None:
-        """Reads announcements, those of before the start first and at once."""
-        away_since_s: float | None = None
-        while not stop.is_set():
-            try:
-                begins = await self._bus.begins([WEIGHTS.name])
-                ends = await self._bus.ends([WEIGHTS.name])
-                for tp, end in ends.items():
-                    await self._learn([d async for d in self._bus.read_range(tp, begins[tp], end)])
-                async with self._bus.reader(ends) as reader:
-                    while not stop.is_set():
-                        away_since_s = None
-                        await self._learn(await reader.read(wait_ms=READ_MS))
-            except BusUnavailable as error:
-                away_since_s = away_since_s or time.monotonic()
-                if (time.monotonic() - away_since_s) * 1000 > self.config.outage_ms_max:
-                    raise
-                log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
-                await asyncio.sleep(RETRY_S)
-
-    async def _learn(self, deliveries: Sequence[Delivery]) -> None:
-        letters = []
-        for delivery in deliveries:
-            record = decode_or_dead_letter(delivery, by="relay", now_ms=self._clock.now_ms())
-            if isinstance(record, Message):
-                letters.append(record)
-            elif isinstance(record, WeightsPublished) and record.run == self.run.name:
-                self.versions.announce(record)
-        if letters:
-            await self._bus.produce(letters)
-        if deliveries:
-            self._news.set()
-            self._news = asyncio.Event()
-
-    async def wait(self, stop: asyncio.Event, timeout_ms: int) -> None:
-        """Until there is news, a stop, or the time is over."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._news, stop)]
-        try:
-            await asyncio.wait(waits, timeout=timeout_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-
-    async def acknowledge(
-        self, replica: str, version: int, root: str, *, refused: str, pause_ms: float
-    ) -> bool:
-        """Says what a replica serves, or why it refused. False when the log is away: say it again later."""
-        now_ms = self._clock.now_ms()
-        ack = WeightsAck(
-            run=self.run.name,
-            region=self.run.region,
-            replica=replica,
-            version=version,
-            root=root,
-            outcome="refused" if refused else "serving",
-            detail=refused,
-            pause_ms=pause_ms,
-            acked_ms=now_ms,
-        )
-        value, headers = encode(ack, source="relay", now_ms=now_ms)
-        key = f"{self.run.region}/{replica}".encode()
-        try:
-            await self._bus.produce([Message(WEIGHTS_ACKS.name, key, value, headers)])
-        except BusUnavailable as error:
-            log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
-            return False
-        return True
 
 
 class _Load(NamedTuple):
@@ -169,13 +85,13 @@ class _Load(NamedTuple):
 class _Replica:
     """Brings one replica to the newest version, again and again."""
 
-    def __init__(self, relay: _Relay, client: InferenceClient) -> None:
+    def __init__(self, relay: Region, client: InferenceClient) -> None:
         self._relay = relay
         self._client = client
-        self._acked: tuple[int, str] | None = None
+        self._acked: dict[Role, tuple[int, str]] = {}
         self._pending: _Load | None = None
         self._reachable = True
-        self._refused: tuple[int, str] | None = None
+        self._refused: dict[Role, tuple[int, str]] = {}
 
     async def keep(self, stop: asyncio.Event) -> None:
         config = self._relay.config
@@ -184,7 +100,7 @@ class _Replica:
             try:
                 status = await self._client.status()
                 self._see(True)
-                if not await self._bring_to_newest(status):
+                if not (await self._bring_release(status) and await self._bring_to_newest(status)):
                     wait_ms = config.retry_ms
             except InferenceUnavailable as error:
                 self._see(False, error)
@@ -211,42 +127,94 @@ class _Replica:
         held = await self._relay.versions.obtain()
         if (held.version, held.root) == (status.version, status.root):
             return True
-        path = await asyncio.to_thread(self._stage, status.replica, held)
-        loaded = await self._load(status, held, path)
+        loaded = await self._load(status, held)
         if loaded is None:
             return True
         if loaded.serving:
-            self._refused = None
+            self._refused.pop("", None)
             await self._acknowledge(status.replica, loaded.version, loaded.root, pause_ms=loaded.pause_ms)
             return True
-        if self._refused != (held.version, held.root):
-            self._refused = (held.version, held.root)
-            log.event(
-                _logger,
-                "alarm",
-                level=logging.WARNING,
-                kind="weights_refused",
-                replica=status.replica,
-                version=held.version,
-                reason=loaded.detail,
-            )
-            await self._relay.acknowledge(
-                status.replica, held.version, held.root, refused=loaded.detail or "refused", pause_ms=0.0
-            )
+        await self._refuse(status.replica, held, loaded)
         return False
 
-    async def _load(self, status: ReplicaStatus, held: Held, path: Path) -> Loaded | None:
-        """One load. None when its answer stays out: `_loading` then watches it, instead of sending it
-        again."""
+    async def _bring_release(self, status: ReplicaStatus) -> bool:
+        """Gives live users what the release says: first what needs no load, so that a revoked canary stops at
+        once, then what has to be loaded. False when something was refused."""
+        wanted, now = self._relay.serving, Serving(status.stable, status.canary, status.share)
+        if self._loading(status):
+            return True
+        if wanted.stable is None:
+            if now.stable is not None and status.root:
+                await self._set(Serving())
+            return True
+        roots = {v: self._relay.versions.root_of(v) for v in wanted[:2] if v is not None}
+        lacking = [version for version, root in roots.items() if (version, root) not in status.hosted]
+        if not lacking:
+            if now != wanted:
+                await self._set(wanted)
+            for version, root in roots.items():
+                await self._acknowledge(status.replica, version, root or "", role=_side(wanted, version))
+            return True
+        stable = now.stable if wanted.stable in lacking else wanted.stable
+        if now != Serving(stable):
+            await self._set(Serving(stable))
+        for version in lacking:
+            role = _side(wanted, version)
+            held = await self._relay.versions.obtain(version)
+            loaded = await self._load(status, held, hold=True)
+            if loaded is None:
+                return True
+            if not loaded.serving:
+                await self._refuse(status.replica, held, loaded, role)
+                return role == "canary"
+            self._refused.pop(role, None)
+        await self._set(wanted)
+        return True
+
+    async def _set(self, serving: Serving) -> None:
+        reason = await self._client.set_release(
+            run=self._relay.run.name, stable=serving.stable, canary=serving.canary, share=serving.share
+        )
+        if reason:
+            raise InferenceError(f"{self._client.address}: release {serving}: {reason}")
+        log.event(_logger, "release", replica=self._client.address, **serving._asdict())
+
+    async def _refuse(self, replica: str, held: Held, loaded: Loaded, role: Role = "") -> None:
+        """Says once that a replica refused a version."""
+        if self._refused.get(role) == (held.version, held.root):
+            return
+        self._refused[role] = (held.version, held.root)
+        log.event(
+            _logger,
+            "alarm",
+            level=logging.WARNING,
+            kind="weights_refused",
+            replica=replica,
+            version=held.version,
+            reason=loaded.detail,
+        )
+        await self._relay.acknowledge(
+            replica,
+            held.version,
+            held.root,
+            role=role,
+            refused=loaded.detail or "refused",
+            unfit=loaded.unfit,
+        )
+
+    async def _load(self, status: ReplicaStatus, held: Held, *, hold: bool = False) -> Loaded | None:
+        """Stages the weights and has them loaded. None when the answer stays out: `_loading` then watches it,
+        instead of sending it again."""
+        path = await asyncio.to_thread(self._stage, status.replica, held)
         load_s_max = self._relay.config.load_ms_max / 1000
         now_s = time.monotonic()
-        self._acked = None
+        self._acked.pop("", None)
         self._pending = _Load(
             held.version, held.root, now_s - status.up_s, now_s + LOADING_FACTOR * load_s_max
         )
         try:
             loaded = await self._client.load_weights(
-                version=held.version, path=str(path), root=held.root, timeout_s=load_s_max
+                version=held.version, path=str(path), root=held.root, timeout_s=load_s_max, hold=hold
             )
         except InferenceUnavailable as error:
             log.event(
@@ -275,7 +243,8 @@ class _Replica:
             return False
         now_s = time.monotonic()
         restarted = now_s - status.up_s > pending.replica_started_s + RESTART_S
-        ended = (status.version, status.root) == (pending.version, pending.root)
+        served = ((status.version, status.root), *status.hosted)
+        ended = (pending.version, pending.root) in served
         if ended or restarted or now_s > pending.deadline_s:
             self._pending = None
         return self._pending is not None
@@ -297,11 +266,13 @@ class _Replica:
             unfinished.unlink(missing_ok=True)
         return path
 
-    async def _acknowledge(self, replica: str, version: int, root: str, *, pause_ms: float = 0.0) -> None:
-        if self._acked != (version, root) and await self._relay.acknowledge(
-            replica, version, root, refused="", pause_ms=pause_ms
+    async def _acknowledge(
+        self, replica: str, version: int, root: str, *, role: Role = "", pause_ms: float = 0.0
+    ) -> None:
+        if self._acked.get(role) != (version, root) and await self._relay.acknowledge(
+            replica, version, root, role=role, pause_ms=pause_ms
         ):
-            self._acked = (version, root)
+            self._acked[role] = (version, root)
 
     def _see(self, reachable: bool, error: InferenceUnavailable | None = None) -> None:
         """Logs when a replica goes away or comes back; the next version it serves is acknowledged anew."""
@@ -311,4 +282,8 @@ class _Replica:
                 _logger, name, level=logging.WARNING, replica=self._client.address, reason=error or "answers"
             )
             self._reachable = reachable
-            self._acked = None
+            self._acked.clear()
+
+
+def _side(serving: Serving, version: int) -> Role:
+    return "stable" if version == serving.stable else "canary"
