@@ -11,7 +11,7 @@ from packed_place import Place
 
 from headrace.consumers.batches import offsets_text
 from headrace.wire.packed import pack_f32, pack_u32
-from headrace.wire.records import Experience, Rollout, TrainStep
+from headrace.wire.records import Drop, Experience, Rollout, TrainStep
 
 Change = Callable[[Experience], Experience]
 
@@ -118,6 +118,30 @@ def test_a_record_that_was_changed(altered: Altered, change: Change, cause: str)
     tensor = document["steps"][2]["first_tensor"]
     assert 0 < tensor["elements"] <= tensor["elements_of"]
     assert 0 < tensor["largest_difference"] < 0.1
+
+
+def test_a_checkpoint_at_the_step_that_differs(altered: Altered) -> None:
+    """Step 4 differs, and its own checkpoint is the state that the next steps go on from."""
+    altered.experience("test-g6", _rewards(0.0, 1.0))
+    said = replay(altered.directory, f"1..{STEPS}", "--json")
+    assert said.outcomes == ["equal", "equal", "equal", "differs", "equal", "equal"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"admitted": ("test-g10",)}, "admitted then or now, not both: test-g11"),
+        ({"drops": (Drop(group_id="test-g10", reason="stale"),)}, "dropped otherwise: test-g10"),
+        ({"metrics": {"loss": 1.0}}, "loss 1 then"),
+    ],
+)
+def test_weights_alone_are_not_enough(altered: Altered, fields: dict[str, object], cause: str) -> None:
+    """The ledger tells another story of the same weights: which units, which drops, which numbers."""
+    altered.step(6, **fields)
+    said = replay(altered.directory, "6")
+    assert said.code == 9
+    assert "weights equal, RECORD DIFFERS" in said.out
+    assert cause in " ".join(said.out.split())
 
 
 def test_a_record_that_is_gone(altered: Altered) -> None:
