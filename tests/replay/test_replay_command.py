@@ -268,4 +268,5 @@ def test_what_can_not_be_replayed(
 
 
 def test_offsets_as_ranges() -> None:
+    """Neighbours share a range."""
     assert offsets_text([1, 2, 3, 7, 9, 10]) == "1..3,7,9..10"
