@@ -4,7 +4,9 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.config import AtLeastOne
+from headrace.config import AtLeastOne, AtLeastZero
+from headrace.policy.source import HoleKind
+from headrace.producers.people import Habits
 from headrace.wire.records import Sampling
 
 
@@ -20,6 +22,21 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Without a new version for so long while prompts are out, the feed raises an alarm in its log."""
     outage_ms_max: int = 60_000
     """How long the feed waits for a log that does not answer before it ends with an error."""
+
+
+class SuggestionsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the record that inference keeps of what it suggested."""
+
+    waiting_max: AtLeastOne = 10_000
+    """Suggestions that wait for the log; about 10 kB each."""
+    batch_max: AtLeastOne = 200
+    gather_ms: AtLeastOne = 5
+    """Before a batch is written: others come meanwhile."""
+    write_ms_max: AtLeastOne = 30_000
+    """A suggestion that can't be written within so long is lost, and told of. Less than the feedback join
+    holds events for it (`feedback_join.join.orphan_ms`)."""
+    drain_ms: AtLeastOne = 3_000
+    """For what waits when the process is asked to stop."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +79,41 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How far back a starting gateway reads the topic for such ids."""
     stop_ms_max: AtLeastOne = 8_000
     """For what is under way when the gateway is asked to stop."""
+
+
+class EditorsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Simulated users with open files (`producers.editors`)."""
+
+    users: AtLeastOne = 24
+    """People who type at the same time; each waits for one suggestion at most."""
+    suggestions_max: AtLeastZero = 0
+    """Asked for in all; 0: until told to stop."""
+    distributions: tuple[str, ...] = ("pydash", "more-itertools", "pyrsistent", "packaging")
+    """Installed packages whose files they have open."""
+    heldout: tuple[str, ...] = ("toolz", "boltons", "humanize", "glom")
+    """Packages whose files are opened for measuring only."""
+    function_tokens_min: AtLeastOne = 30
+    function_tokens_max: AtLeastOne = 110
+    kinds: dict[HoleKind, float] = msgspec.field(
+        default_factory=lambda: {
+            "operator": 4.0,
+            "constant": 3.0,
+            "name": 3.0,
+            "expression": 1.5,
+            "attribute": 1.5,
+            "argument": 1.5,
+        }
+    )
+    """How often they ask at each kind of place, in proportion."""
+    temperature: Annotated[float, msgspec.Meta(gt=0.0, le=2.0)] = 0.3
+    suggestion_tokens_max: AtLeastOne = 14
+    pace: Annotated[float, msgspec.Meta(gt=0.0)] = 30.0
+    """They read, think and type so many times faster than people; the stamps of their clocks don't."""
+    pause_ms: AtLeastZero = 4_000
+    """Human time between a decision and the next question, on average."""
+    wait_ms_max: AtLeastOne = 10_000
+    """For a suggestion; then the editor shows nothing."""
+    later_max: AtLeastOne = 512
+    """Events that wait for their time (undone, persisted), of all users together."""
+    regions: tuple[str, ...] = ("local",)
+    habits: Habits = Habits()

@@ -26,6 +26,8 @@ from headrace.trainer import midtrain_corpus
 from headrace.trainer.midtrain_examples import Example, Examples
 from headrace.trainer.muon import MuonAdam
 
+FILLER = "<|silent|>"  # fills up short rows; the network never predicts what follows it
+
 
 class MidtrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`out` is the folder that gets the seed's files, `probes` the held-out examples behind the figures. The
@@ -97,7 +99,7 @@ def train(
         context = config.context_weight_first + share * (
             config.context_weight_last - config.context_weight_first
         )
-        batch = _buckets(examples.next(config.batch_tokens // 150, context), codec.special["<|pad|>"])
+        batch = _buckets(examples.next(config.batch_tokens // 150, context), codec.special[FILLER])
         total = sum(float(weights_BT[:, 1:].sum()) for _, weights_BT in batch)
         loss = 0.0
         for tokens_BT, weights_BT in batch:
@@ -159,7 +161,7 @@ def evaluate(
     dialogues = [example for example in probes if call in example.tokens]
     for start in range(0, len(dialogues), 32):
         part = dialogues[start : start + 32]
-        tokens_BT, _ = _pad(part, codec.special["<|pad|>"])
+        tokens_BT, _ = _pad(part, codec.special[FILLER])
         x_NC, _ = forward(config, weights, tokens_BT)
         logp_BTV = torch.log_softmax(model.logits(config, weights, x_NC), -1).view(*tokens_BT.shape, -1)
         for row, example in enumerate(part):

@@ -5,6 +5,12 @@
     harness   <|result|>{text}<|turn|>
     model     <|call|>{fill}<|end|>
 
+An editor that asks for a suggestion at its cursor has one turn of its own kind, and the model a second
+answer, to show nothing:
+
+    editor    <|text|><|task|>{prefix}<|hole|>{suffix}<|turn|>
+    model     <|call|>{fill}<|end|>   or   <|silent|>
+
 Prefix, suffix and fill are canonical source (`policy.source`). Text is never interpreted: only these
 functions write special tokens, so code or results that contain `<|end|>` can't inject one. It knows no
 environment and gives no reward. Used by envs (both ways) and by mid-training, so that the seed has seen
@@ -33,6 +39,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """The model chose to show nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Malformed:
     """A turn that is no tool call; `reason` is one of a few fixed sentences, fit for counting."""
 
@@ -49,6 +60,11 @@ def prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
         *tokenizer.encode(suffix),
         special["<|turn|>"],
     ]
+
+
+def suggestion_prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
+    """Tokens of an editor's request: the text around the cursor. The first one tells it from a task."""
+    return [tokenizer.special["<|text|>"], *prompt_tokens(tokenizer, prefix, suffix)]
 
 
 def call_tokens(tokenizer: TokenCodec, fill: str) -> list[int]:
@@ -70,6 +86,19 @@ def result_tokens(tokenizer: TokenCodec, text: str, tokens_max: int) -> list[int
 def stop_tokens(tokenizer: TokenCodec) -> list[int]:
     """The tokens that end a turn of the model."""
     return [tokenizer.special["<|end|>"]]
+
+
+def suggestion_stop_tokens(tokenizer: TokenCodec) -> list[int]:
+    """The tokens that end the model's answer to an editor."""
+    return [*stop_tokens(tokenizer), tokenizer.special["<|silent|>"]]
+
+
+def parse_suggestion(tokenizer: TokenCodec, tokens: list[int]) -> Call | Silent | Malformed:
+    """What an editor is told after the model's answer `tokens`: a text to show, nothing by choice, or nothing
+    because the answer is none. Never raises for ids of the vocabulary."""
+    if tokens == [tokenizer.special["<|silent|>"]]:
+        return Silent()
+    return parse_call(tokenizer, tokens)
 
 
 def parse_call(tokenizer: TokenCodec, tokens: list[int]) -> Call | Malformed:

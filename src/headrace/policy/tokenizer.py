@@ -16,7 +16,7 @@ from headrace.errors import PolicyError
 
 VOCABULARY: Final = 2048
 SPECIAL: Final = (
-    "<|pad|>",
+    "<|silent|>",
     "<|text|>",
     "<|task|>",
     "<|hole|>",
