@@ -38,7 +38,7 @@ async def show(found: Ground, first: int, last: int, given: Sequence[str], *, as
     if not as_json:
         span = f"step {first}" if first == last else f"steps {first} to {last}"
         print("\n".join([f"run {source.run_name}: {span}, as recorded and with", *lines, *found.notes]))
-    pairs: list[Beside] = []
+    documents = []  # not the pairs: each holds four states of the trainer
     with replay_rows.progress(last - first + 1, quiet=as_json) as advance:
         walk = side_by_side(
             source,
@@ -49,8 +49,9 @@ async def show(found: Ground, first: int, last: int, given: Sequence[str], *, as
         )
         async with aclosing(walk):
             async for pair in walk:
-                pairs.append(pair)
-                if not as_json:
+                if as_json:
+                    documents.append(document(pair))
+                else:
                     print("\n" + table(pair), flush=True)
                 advance("what if")
     if as_json:
@@ -60,7 +61,7 @@ async def show(found: Ground, first: int, last: int, given: Sequence[str], *, as
                 "first": first,
                 "last": last,
                 "changed": flags,
-                "steps": [document(pair) for pair in pairs],
+                "steps": documents,
             }
         )
     return 0
