@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -136,6 +136,18 @@ class Replayed:
             and not self.metrics_that_differ()
         )
 
+    def without_weights(self) -> "Replayed":
+        """The same, to be kept by the thousand: no tensor, no records, no ids seen."""
+        result = replace(
+            self.result,
+            state=_bare(self.result.state),
+            admission=replace(
+                self.result.admission,
+                units=[replace(unit, sequences=()) for unit in self.result.admission.units],
+            ),
+        )
+        return replace(self, before=_bare(self.before), entries=(), result=result)
+
     @property
     def admitted(self) -> tuple[str, ...]:
         return tuple(unit.group_id for unit in self.result.admission.units)
@@ -149,6 +161,10 @@ class Replayed:
             for name, then in sorted(self.recorded.metrics.items())
             if name in found and found[name] != then
         }
+
+
+def _bare(state: State) -> State:
+    return replace(state, masters={}, moment1={}, moment2={}, seen={})
 
 
 def live_checkpoints(ledger: Ledger) -> dict[int, Checkpoint]:

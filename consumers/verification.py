@@ -29,11 +29,12 @@ Outcome = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of one step. `done` is None where nothing was computed."""
+    """What is known of one step."""
 
     recorded: TrainStep
     outcome: Outcome
     done: Replayed | None = None
+    """None where nothing was computed; without its weights, for a command keeps a verdict of every step."""
     tensors: TensorsDiffer | None = None
     tensors_unknown: str = ""
     """Why the recorded weights could not be compared."""
@@ -109,7 +110,7 @@ async def _until_a_difference(
                 if not done.equal:
                     yield await _difference(source, done, now)
                     return
-                yield Verdict(done.recorded, "equal", done)
+                yield Verdict(done.recorded, "equal", done.without_weights())
     except StoreUnavailable:
         raise
     except (StoreError, OffsetGone) as error:
@@ -128,4 +129,5 @@ async def _difference(source: Source, done: Replayed, now: Provenance) -> Verdic
         raise
     except (StoreError, PolicyError) as error:
         unknown = str(error)
-    return Verdict(done.recorded, "machine" if machine else "differs", done, tensors, unknown, found)
+    outcome: Outcome = "machine" if machine else "differs"
+    return Verdict(done.recorded, outcome, done.without_weights(), tensors, unknown, found)
