@@ -6,6 +6,7 @@ Not here: the walk (`consumers.without`), starting from the file (`--trainer.sta
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +61,13 @@ async def show(
         async for done in replay(source, start, matching.first, cancelled=found.cancelled):
             check_root(source, done, found.now)
         steps: list[Without] = []
+        end = start
         async for one in without(source, start, criteria, last, cancelled=found.cancelled):
-            steps.append(one)
+            end = one.done.result.state
+            steps.append(replace(one, done=one.done.without_weights()))
             if not as_json:
                 print(row(one), flush=True)
             advance("without")
-    end = steps[-1].done.result.state
     apart, unknown = await _apart(found, newest, end)
     if output is not None:
         await write_state(found, end, output, force=force)
