@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace import log
 from headrace.bus.dead_letters import dead_letter
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition
@@ -232,7 +234,8 @@ async def entries_of(bus: Bus, blobs: BlobReader, step: TrainStep) -> list[Entry
                 f"{delivery.place}: expected group {consumed.group_id!r}, as step {step.step} read it, found"
                 f" {entry.consumed.group_id!r}: the topic was made anew, or its records were exchanged"
             )
-        entries.append(entry)
+        mark = msgspec.structs.replace(entry.consumed, revoked=consumed.revoked)
+        entries.append(Entry(mark, entry.experience))
     return entries
 
 

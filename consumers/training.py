@@ -30,6 +30,7 @@ from headrace.consumers.ledger import Ledger, log_step, read_ledger, step_record
 from headrace.consumers.ranks import step_runner
 from headrace.consumers.recovery import recover
 from headrace.consumers.replay import RunStep
+from headrace.consumers.revocations import Revocations
 from headrace.errors import BusUnavailable, Fenced, StoreUnavailable
 from headrace.kernels import invariant
 from headrace.policy.checkpoint import load_seed, weights_root
@@ -186,10 +187,12 @@ class _Trainer:
             batches = Batches(
                 readers, self._blobs, self._run, alarm_ms=self._config.alarm_ms, positions=state.positions
             )
+            revocations = Revocations(self._bus, self._run.name)
             while state.step < self._run.steps_max:
                 batch = await batches.next(state.seen, state.version, self._stop)
                 if batch is None:
                     return
+                batch.entries = await revocations.mark(batch.entries)
                 state = await self._step(transactor, state, batch, checkpoints)
         log.event(_logger, "trainer_end", step=state.step)
 

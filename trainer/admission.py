@@ -28,10 +28,12 @@ Reason = Literal[
     "zero_advantage",  # all rewards are equal
     "over_long",  # more tokens than sequence_tokens_max
     "empty",  # nothing in it is trained
+    "revoked",  # weights that were rolled back generated some of it: what their users did is no guide
     "stale",  # older than lag_versions_max; after all those that follow from the records alone
     "user_cap",  # more live units of one user than a step trains
 ]
 MALFORMED: Final = "malformed"
+REVOKED: Final[Reason] = "revoked"
 CAPPED: Final[Reason] = "user_cap"
 REWARD_MAX: Final = 1e6
 """What is above is a fault of a grader, and would drown every other gradient."""
@@ -90,6 +92,7 @@ def admit(
     scale_std: bool,
     baseline: float | None = None,
     user_units_max: int = 1 << 31,
+    train_revoked: bool = False,
 ) -> Admission:
     """Admits `entries`, in order, to the step that starts from `version`. `baseline`: what single live units
     are measured against; their own mean when there is none yet."""
@@ -107,6 +110,8 @@ def admit(
                 answer.drops.append(_drop(experience, "duplicate"))
                 continue
             reason = _group_reason(experience)
+            if reason is None and entry.consumed.revoked and not train_revoked:
+                reason = REVOKED
             members = [] if reason else _members(experience, version, model)
         except WireError as error:
             answer.malformed.append((entry, error))

@@ -48,6 +48,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How far a step moves the running mean that single live units are measured against."""
     user_units_max: int = 8
     """Live units of one user that a step trains at most: nobody moves the model alone."""
+    train_revoked: bool = False
+    """Train units too that weights which have been rolled back generated (docs/release.md)."""
     sequence_tokens_max: int = 512
     """Prompt and own part together; a longer member is withheld."""
     microbatch_groups: int = 8

@@ -57,6 +57,7 @@ def run_step(
         scale_std=config.advantage_std,
         baseline=state.baselines.get(LIVE),
         user_units_max=config.user_units_max,
+        train_revoked=config.train_revoked,
     )
     learned = learn(state, admission.units, model=model, config=config, cancelled=cancelled, ranks=ranks)
     step = state.step + 1

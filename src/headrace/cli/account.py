@@ -14,11 +14,11 @@ from typing import Any
 from headrace.bus.protocol import Bus, TopicPartition
 from headrace.cli import options, shown
 from headrace.cli.accounts import (
+    BY_THE_STEP,
     LOST,
     LOST_AT_THE_TRAINER,
     LOST_ON_THE_WAY,
     STAGES,
-    STALE,
     TRAINABLE,
     TRAINED,
     UNKNOWN,
@@ -202,14 +202,14 @@ def _outcomes(told: Account) -> list[tuple[object, ...]]:
     topics = Counter(answer.outcome for answer in told.topics.answers.values())
     ours, theirs = _compared(told)
     rows: list[tuple[object, ...]] = []
-    if ledger[STALE]:
-        rows += [(TRAINED, ledger[TRAINED], None, ""), (f"dropped: {STALE}", ledger[STALE], None, "")]
-        name = f"{TRAINED} + {STALE}"
-    else:
-        name = TRAINED
-    both = ledger[TRAINED] + ledger[STALE]
+    dropped = [reason for reason in BY_THE_STEP if ledger[reason]]
+    if dropped:
+        rows += [(TRAINED, ledger[TRAINED], None, "")]
+        rows += [(f"dropped: {reason}", ledger[reason], None, "") for reason in dropped]
+    name = " + ".join((TRAINED, *dropped))
+    both = ledger[TRAINED] + sum(ledger[reason] for reason in dropped)
     rows.append((name, both, topics[TRAINABLE], _equal(ours[TRAINABLE] == theirs[TRAINABLE])))
-    others = sorted((ledger.keys() | topics.keys()) - {TRAINED, STALE, TRAINABLE, UNKNOWN})
+    others = sorted((ledger.keys() | topics.keys()) - {TRAINED, *BY_THE_STEP, TRAINABLE, UNKNOWN})
     rows += [
         (f"dropped: {reason}", ledger[reason], topics[reason], _equal(ours[reason] == theirs[reason]))
         for reason in others

@@ -6,8 +6,8 @@ the topics alone; here both are set side by side, unit by unit. Reads nothing.
 What each side can know:
 
     ledger   trained, dropped and why, withheld members, of every record that a step consumed
-    topics   the same from the records themselves, but for `stale`, which hangs on the version that consumed a
-             record: trained and stale are one answer there (`TRAINABLE`); and what is in flight
+    topics   the same from the records themselves, but for what hangs on the step that consumed a record
+             (`BY_THE_STEP`): trained and stale are one answer there (`TRAINABLE`); and what is in flight
 """
 
 from collections import Counter
@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 
 TRAINED: Final = "trained"
 STALE: Final = "stale"
+BY_THE_STEP: Final = (STALE, "revoked", "user_cap")
+"""Reasons that hang on the step that consumed a record, not on the record."""
 TRAINABLE: Final = "trained or stale"
 UNKNOWN: Final = "not readable"
 """The topics can't judge it: its blob can't be had."""
@@ -61,7 +63,7 @@ class Answer(NamedTuple):
     @property
     def comparable(self) -> str:
         """The outcome as both sides can know it."""
-        return TRAINABLE if self.outcome in (TRAINED, STALE) else self.outcome
+        return TRAINABLE if self.outcome in (TRAINED, *BY_THE_STEP) else self.outcome
 
 
 @dataclass(slots=True)

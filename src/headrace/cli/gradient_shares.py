@@ -48,6 +48,7 @@ async def gradient_shares(
     records are gone."""
     from headrace.consumers.replay import settings_of, state_before
     from headrace.trainer.admission import admit
+    from headrace.trainer.step import LIVE
 
     source = found.source
     recorded = source.recorded(step)
@@ -62,6 +63,9 @@ async def gradient_shares(
         lag_versions_max=settings.run.lag_versions_max,
         sequence_tokens_max=settings.trainer.sequence_tokens_max,
         scale_std=settings.trainer.advantage_std,
+        baseline=state.baselines.get(LIVE),
+        user_units_max=settings.trainer.user_units_max,
+        train_revoked=settings.trainer.train_revoked,
     )
     shares: Shares = await source.compute(
         partial(_shares, found, state, admission.units, settings, advance or (lambda done, of: None))
