@@ -1,14 +1,18 @@
 """Several ranks are one trainer: the same bits, and a lost one is noticed."""
 
+import asyncio
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from trainer_records import MODEL, consumed, pair
+from training_place import CONFIG, Place, messages
 
 from headrace.config import RunConfig
 from headrace.consumers.ranks import Leader, hired
@@ -98,3 +102,21 @@ def test_ranks_that_differ_stop_the_step() -> None:
         with pytest.raises(TrainingError, match="after step 1 the root"):
             leader.run_step(first_state(), entries(0), {}, model=MODEL, settings=SETTINGS)
         leader.close()
+
+
+def test_a_run_may_change_its_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks for three steps, one for the rest (which replays what two recorded): the ledger of a run that
+    was alone all the time."""
+    two = msgspec.structs.replace(CONFIG, ranks=2, checkpoint_every=100)
+
+    async def ledger(name: str, configs: list[TrainerConfig]) -> list[str]:
+        place = Place(tmp_path / name)
+        async with place.opened() as bus:
+            await bus.produce(messages(place.groups(10), partition=0))
+            for steps, config in zip((3, 5), configs, strict=True):
+                found = await place.train(bus, place.until(steps), config)
+            return [step.root_after for step in found]
+
+    alone = asyncio.run(ledger("alone", [CONFIG, CONFIG]))
+    assert len(set(alone)) == 5
+    assert asyncio.run(ledger("changing", [two, CONFIG])) == alone
