@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace import log
+from headrace.clock import Clock, SystemClock
 from headrace.errors import HeadraceError, InferenceError, InferenceUnavailable, Overloaded
 from headrace.inference.config import InferenceConfig
 from headrace.inference.replica import Replica
@@ -25,6 +26,7 @@ from headrace.inference.weights import ServedWeights
 from headrace.kernels import invariant
 from headrace.policy import checkpoint
 from headrace.rpc import inference_pb2 as pb
+from headrace.rpc.generation import Completion, Generation
 from headrace.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from headrace.rpc.messages import MESSAGE_BYTES_MAX, event_message, request_of, status_message
 
@@ -41,7 +43,19 @@ OPTIONS: Final = (
 _log = logging.getLogger(__name__)
 
 
-async def run(config: InferenceConfig, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+Recorder = Callable[[Generation, Completion, int], None]
+"""Told of each completion of the live lane, and when its request came (ms): returns at once, and
+never raises."""
+
+
+async def run(
+    config: InferenceConfig,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+    *,
+    record: Recorder | None = None,
+    clock: Clock | None = None,
+) -> None:
     """Serves until `stop` is set; then lets requests in flight end for `config.stop_ms_max`. `ready` gets the
     address once the port is open. Raises InferenceError when it can't listen, PolicyError for a damaged seed,
     and whatever the engine died of."""
@@ -50,7 +64,7 @@ async def run(config: InferenceConfig, stop: asyncio.Event, ready: Callable[[str
     model, seed, _ = checkpoint.load_seed()
     async with Replica(model, config) as replica:
         serving = health.aio.HealthServicer()
-        service = _Service(replica, serving)
+        service = _Service(replica, serving, record, clock or SystemClock())
         server = grpc.aio.server(options=OPTIONS)
         add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
@@ -98,9 +112,13 @@ async def _until(stop: asyncio.Event, replica: Replica) -> None:
 class _Service(InferenceServicer):
     """The service's calls, as thin as they can be: a message in, the replica's answer out."""
 
-    def __init__(self, replica: Replica, serving: health.aio.HealthServicer) -> None:
+    def __init__(
+        self, replica: Replica, serving: health.aio.HealthServicer, record: Recorder | None, clock: Clock
+    ) -> None:
         self._replica = replica
         self._serving = serving
+        self._record = record
+        self._clock = clock
 
     async def tell_health(self) -> None:
         """SERVING as soon as there are weights to serve."""
@@ -119,14 +137,19 @@ class _Service(InferenceServicer):
         context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateEvent]",
     ) -> None:
         left_s = context.time_remaining()
+        arrived_ms = self._clock.now_ms()
         try:
+            asked = request_of(request)
+            record = self._record if asked.lane == "live" else None
             stream = self._replica.stream(
-                request_of(request), timeout_s=REQUEST_S_MAX if left_s is None else min(left_s, REQUEST_S_MAX)
+                asked, timeout_s=REQUEST_S_MAX if left_s is None else min(left_s, REQUEST_S_MAX)
             )
             # A cancelled call, or one past its deadline, is cancelled here: closing the stream frees its
             # slots.
             async with aclosing(stream):
                 async for progress in stream:
+                    if record is not None and progress.completion is not None:
+                        record(asked, progress.completion, arrived_ms)
                     await context.write(event_message(progress))
         except HeadraceError as error:
             await context.abort(_code_of(error), str(error))

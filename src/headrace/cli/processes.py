@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.cli import options
@@ -19,6 +20,9 @@ from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
 from headrace.store.blobs import BlobReader, Blobs
+
+if TYPE_CHECKING:
+    from headrace.producers.suggestions import SuggestionLog
 
 REPLICA_WAIT_S = 120.0
 """How long a process waits for the address of an inference server to appear in the run directory."""
@@ -105,7 +109,30 @@ async def _inference(where: Place, args: argparse.Namespace, stop: asyncio.Event
     config = msgspec.structs.replace(
         where.settings.inference, replica=args.name, address=_earlier(own, where.settings.inference.address)
     )
-    await server.run(config, stop, lambda address: _write_whole(own, address))
+    suggestions = _suggestions(where, args.name)
+    # They are written until the server has stopped: requests in flight still end.
+    served = asyncio.Event()
+    writing = asyncio.create_task(suggestions.run(lambda: options.opened(where), served))
+    writing.add_done_callback(lambda _: stop.set())
+    try:
+        await server.run(config, stop, lambda address: _write_whole(own, address), record=suggestions.offer)
+    finally:
+        served.set()
+        await writing
+
+
+def _suggestions(where: Place, worker: str) -> "SuggestionLog":
+    from functools import partial
+
+    from headrace.policy import checkpoint
+    from headrace.producers.feedback import pseudonyms_of
+    from headrace.producers.suggestions import SuggestionLog, step_of
+
+    settings = where.settings
+    _, _, codec = checkpoint.load_seed()
+    pseudonyms = pseudonyms_of(settings.gateway)
+    make = partial(step_of, codec=codec, run=settings.run, worker=worker, pseudonym=pseudonyms.of)
+    return SuggestionLog(settings.suggestions, settings.run.name, make)
 
 
 async def _experience(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:

@@ -15,7 +15,7 @@ from headrace.config import RunConfig, resolve
 from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
 from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
-from headrace.producers.config import GatewayConfig, PromptsConfig
+from headrace.producers.config import GatewayConfig, PromptsConfig, SuggestionsConfig
 from headrace.store.blobs import GRACE_MS
 from headrace.streams.run import FeedbackStreamConfig, StreamConfig
 from headrace.trainer.config import TrainerConfig
@@ -65,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
     gateway: GatewayConfig = GatewayConfig()
+    suggestions: SuggestionsConfig = SuggestionsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     demo: DemoConfig = DemoConfig()
 
