@@ -19,6 +19,7 @@ fate is known closes so long after its last signal, if that is sooner: rewards c
 and edits after that count as late.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -28,10 +29,9 @@ from headrace.config import AtLeastOne, AtLeastZero
 from headrace.errors import WireError
 from headrace.streams.processor import Event, Output, Result
 from headrace.streams.suggestion import Rewards, Signals, check
-from headrace.wire.codec import CONTENT_TYPE, at, encode_plain, type_name
+from headrace.streams.waiting import Held, Waiting
 from headrace.wire.records import (
     VERSION_MAX,
-    DeadLetter,
     Exposure,
     Feedback,
     GroupFailed,
@@ -53,6 +53,7 @@ SILENT = "silent"
 """Finish of a step that shows nothing, because the model chose so."""
 TIMER_MS = 250
 """Timers are rounded up to this: many suggestions share one, which then costs little for each."""
+FOREIGN = "user: expected whom the suggestion was made for, got another"
 HASH_BYTES = 8
 OPEN_BYTES = 400
 """What an open suggestion holds in memory, rounded up (benchmarks/feedback.md)."""
@@ -85,22 +86,6 @@ class FeedbackConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Remembered in one partition; the oldest are forgotten first."""
 
 
-class Waiting(msgspec.Struct, array_like=True, gc=False):
-    """An event before its suggestion is known."""
-
-    at_ms: int
-    partition: int
-    offset: int
-    event: Feedback
-
-
-class Held(msgspec.Struct, tag="h", array_like=True):
-    """Events without a suggestion, in the order of the log."""
-
-    events: list[Waiting]
-    bytes: int
-
-
 class Open(msgspec.Struct, tag="o", array_like=True):
     """A suggestion that was made, and what was said of it so far."""
 
@@ -116,6 +101,8 @@ class Open(msgspec.Struct, tag="o", array_like=True):
     signals: Signals
     seen: bytes = b""
     """Hashes of the ids of its events."""
+    early: Held | None = None
+    """Events that the log took before the suggestion, as long as more of them may come."""
 
 
 class Continued(msgspec.Struct, tag="c", array_like=True):
@@ -123,9 +110,11 @@ class Continued(msgspec.Struct, tag="c", array_like=True):
 
     to: str
     first_ms: int
-    made: bool
+    user: str
+    """Who said so."""
+    made: bool = False
     """Inference made it, too, and the unit has been accounted."""
-    seen: bytes
+    seen: bytes = b""
 
 
 class Closed(msgspec.Struct, tag="x", array_like=True):
@@ -164,7 +153,11 @@ class FeedbackJoin:
                 return 0
             case Held():
                 return OPEN_BYTES + state.bytes
-        return OPEN_BYTES + len(state.seen)
+        return (
+            OPEN_BYTES
+            + len(state.seen)
+            + (state.early.bytes if isinstance(state, Open) and state.early else 0)
+        )
 
     def handle(self, key: str, state: State | None, event: Event) -> Result:
         record = event.record
@@ -191,7 +184,7 @@ class FeedbackJoin:
             case Open():
                 return self._dropped(key, state, reason, now_ms, "given_up")
             case Held():
-                return Result(None, [_letter(waiting, reason, now_ms) for waiting in state.events])
+                return Result(None, [waiting.letter(reason, now_ms) for waiting in state.events])
             case Continued():
                 return self._closed(now_ms)
         return Result(state, changed=False)
@@ -220,22 +213,20 @@ class FeedbackJoin:
             text_length=step.text_length,
             signals=Signals(),
         )
-        if isinstance(state, Continued) and state.first_ms <= self._end_ms(made):
+        if (
+            isinstance(state, Continued)
+            and state.first_ms <= self._end_ms(made)
+            and _may_judge(state.user, made)
+        ):
             state.made = True
             return self._continued(key, made, state)
-        held = state.events if isinstance(state, Held) else []
+        held = state if isinstance(state, Held) else Held([])
         if step.finish == SILENT:
-            return self._judged(key, made, at_ms, silent=True, counts=("late",) * len(held))
-        outputs: list[Output] = []
-        counts: list[str] = []
-        for waiting in held:
-            refused = self._refusal(made, waiting.event, waiting.at_ms)
-            if refused:
-                outputs.append(_letter(waiting, refused, at_ms))
-            counts.append("dead" if refused else self._add(made, waiting.event, waiting.at_ms))
-            if counts[-1] == "abuse":
-                return self._abuse(key, made, waiting.at_ms, outputs, counts)
-        return Result(made, outputs, self._timer(made), counts)
+            return self._judged(key, made, at_ms, silent=True, counts=("late",) * len(held.events))
+        early = [waiting for waiting in held.events if waiting.at_ms < at_ms]
+        if early:
+            made.early = Held(early, held.bytes)
+        return self._replayed(key, made, held.events, letters=True)
 
     def _heard(self, key: str, state: State | None, event: Event, record: Feedback) -> Result:
         match state:
@@ -244,31 +235,61 @@ class FeedbackJoin:
             case Continued():
                 return self._sent_on(state, record)
             case Held():
-                return self._held(state, event, record)
-        refused = "" if state is None else self._refusal(state, record, event.at_ms)
-        if refused:
-            raise WireError(refused)
+                return self._held(state, Waiting(event.at_ms, event.partition, event.offset, record))
         to = record.continues if record.continues != key else None
+        waiting = Waiting(event.at_ms, event.partition, event.offset, record)
         if state is None:
             if to is not None:
-                return self._sent_on(Continued(to, event.at_ms, False, b""), record)
-            return self._held(Held([], 0), event, record)
-        if to is not None and not state.seen and event.at_ms <= self._end_ms(state):
-            continued = Continued(to, event.at_ms, True, b"")
+                return self._sent_on(Continued(to, event.at_ms, record.user), record)
+            return self._held(Held([]), waiting)
+        if not _may_judge(record.user, state):
+            raise WireError(FOREIGN)
+        first = not state.seen and state.early is None
+        if to is not None and first and event.at_ms <= self._end_ms(state):
+            continued = Continued(to, event.at_ms, record.user, made=True)
             return _both(self._continued(key, state, continued), self._sent_on(continued, record))
+        if event.at_ms < state.made_ms:
+            return self._early(key, state, waiting)
+        state.early = None
         count = self._add(state, record, event.at_ms)
         if count == "abuse":
             return self._abuse(key, state, event.at_ms, [], [count])
         changed = count == "heard"
         return Result(state, (), self._timer(state) if changed else None, (count,), changed)
 
-    def _refusal(self, state: Open, record: Feedback, at_ms: int) -> str:
-        """Why an event may not judge this suggestion; empty when it may."""
-        if record.user and state.user and record.user != state.user:
-            return "user: expected whom the suggestion was made for, got another"
-        if state.made_ms > at_ms + self._config.orphan_ms:
-            return self._orphan_reason
-        return ""
+    def _early(self, key: str, state: Open, waiting: Waiting) -> Result:
+        """An event that the log took before its suggestion, read after it: all of those together are taken as
+        if they had waited."""
+        early = state.early or Held([])
+        if early.holds(waiting, self._config.orphan_ms):
+            return Result(state, counts=("duplicate",), changed=False)
+        early.add(waiting, events_max=self._config.events_max + 1, bytes_max=self._config.held_bytes_max)
+        state.early, state.seen, state.signals = early, b"", Signals()
+        result = self._replayed(key, state, early.events)
+        if not self._is_orphan(state, waiting):
+            return result
+        letter = waiting.letter(self._orphan_reason, state.made_ms)
+        return result._replace(outputs=(*result.outputs, letter))
+
+    def _replayed(self, key: str, state: Open, events: Sequence[Waiting], *, letters: bool = False) -> Result:
+        """`state` after events that waited for it."""
+        outputs: list[Output] = []
+        counts: list[str] = []
+        for waiting in events:
+            foreign = not _may_judge(waiting.event.user, state)
+            if foreign or self._is_orphan(state, waiting):
+                counts.append("foreign" if foreign else "orphan")
+                if letters:
+                    reason = FOREIGN if foreign else self._orphan_reason
+                    outputs.append(waiting.letter(reason, state.made_ms))
+                continue
+            counts.append(self._add(state, waiting.event, waiting.at_ms))
+            if counts[-1] == "abuse":
+                return self._abuse(key, state, waiting.at_ms, outputs, counts)
+        return Result(state, outputs, self._timer(state), counts if letters else counts[-1:])
+
+    def _is_orphan(self, state: Open, waiting: Waiting) -> bool:
+        return waiting.at_ms + self._config.orphan_ms < state.made_ms
 
     def _add(self, state: Open, record: Feedback, at_ms: int) -> str:
         """Takes an event in; what became of it: `heard`, or nothing changed."""
@@ -284,19 +305,11 @@ class FeedbackJoin:
         state.signals.add(record, at_ms, text_length=state.text_length, flicker_ms=flicker_ms)
         return "heard"
 
-    def _held(self, state: Held, event: Event, record: Feedback) -> Result:
-        if any(waiting.event.event_id == record.event_id for waiting in state.events):
+    def _held(self, state: Held, waiting: Waiting) -> Result:
+        if state.holds(waiting, self._config.orphan_ms):
             return Result(state, counts=("duplicate",), changed=False)
-        size = len(encode_plain(record))
-        if len(state.events) > self._config.events_max or state.bytes + size > self._config.held_bytes_max:
-            raise WireError(
-                f"suggestion: expected one that was made, or at most {self._config.events_max} events and "
-                f"{self._config.held_bytes_max} bytes that wait for it, got more"
-            )
-        state.events.append(Waiting(event.at_ms, event.partition, event.offset, record))
-        state.bytes += size
-        first_ms = state.events[0].at_ms
-        return Result(state, (), _rounded(first_ms + self._config.orphan_ms + 1), ("held",))
+        state.add(waiting, events_max=self._config.events_max + 1, bytes_max=self._config.held_bytes_max)
+        return Result(state, (), _rounded(state.events[0].at_ms + self._config.orphan_ms + 1), ("held",))
 
     def _sent_on(self, state: Continued, record: Feedback) -> Result:
         """To the suggestion that this one continues; what continues itself there was sent on."""
@@ -371,14 +384,12 @@ class FeedbackJoin:
     def _orphans(self, state: Held, now_ms: int) -> Result:
         """Those that have waited long enough; the others go on waiting."""
         wait_ms = self._config.orphan_ms
-        old = [waiting for waiting in state.events if waiting.at_ms + wait_ms < now_ms]
-        letters = [_letter(waiting, self._orphan_reason, waiting.at_ms + wait_ms) for waiting in old]
+        old = state.drop_older(now_ms - wait_ms)
+        letters = [waiting.letter(self._orphan_reason, waiting.at_ms + wait_ms) for waiting in old]
         counts = ("orphan",) * len(letters)
-        rest = state.events[len(old) :]
-        if not rest:
+        if not state.events:
             return Result(None, letters, counts=counts)
-        size = sum(len(encode_plain(waiting.event)) for waiting in rest)
-        return Result(Held(rest, size), letters, _rounded(rest[0].at_ms + wait_ms + 1), counts)
+        return Result(state, letters, _rounded(state.events[0].at_ms + wait_ms + 1), counts)
 
     def _closed(self, at_ms: int, outputs: tuple[Output, ...] = (), counts: tuple[str, ...] = ()) -> Result:
         return Result(Closed(at_ms), outputs, _rounded(at_ms + self._config.closed_memory_ms), counts)
@@ -391,6 +402,10 @@ def _check_step(step: RolloutStep) -> None:
     if (step.member, step.step, step.last) != (0, 0, True):
         came = (step.member, step.step, step.last)
         raise WireError(f"live step: expected member 0, step 0, last, got {came}")
+
+
+def _may_judge(user: str, state: Open) -> bool:
+    return not user or not state.user or user == state.user
 
 
 def _both(first: Result, second: Result) -> Result:
@@ -437,30 +452,6 @@ def _evidence(name: str, signals: Signals) -> str:
     if signals.persisted_s:
         name += f", {signals.difference:.3g} edited away after {signals.persisted_s} s"
     return name
-
-
-def _letter(waiting: Waiting, reason: str, at_ms: int) -> Output:
-    """For an event that was read before it could be judged. Its bytes are those of the record; unknown fields
-    of a later version stay at its place in the log."""
-    record = waiting.event
-    place = f"{FEEDBACK.name}/{waiting.partition}/{waiting.offset}"
-    letter = DeadLetter(
-        topic=FEEDBACK.name,
-        partition=waiting.partition,
-        offset=waiting.offset,
-        key=record.suggestion_id.encode(),
-        value=encode_plain(record),
-        headers=(
-            ("ce_id", record.event_id.encode()),
-            ("ce_type", type_name(Feedback).encode()),
-            ("content-type", CONTENT_TYPE),
-        ),
-        error="WireError",
-        reason=f"{at(FEEDBACK.name, waiting.partition, waiting.offset)}: {reason}",
-        by="streams.feedback",
-        at_ms=at_ms,
-    )
-    return Output(DEAD_LETTERS.name, place, letter, place)
 
 
 def _hash(event_id: str) -> bytes:

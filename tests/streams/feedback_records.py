@@ -129,6 +129,7 @@ class Pipeline:
         self.join = Fold(FeedbackJoin(self.config))
         self.users = Fold(UsersLimit(self.users_config))
         self._offsets: Counter[str] = Counter()
+        self._log: dict[bytes, bytes | None] = {}
 
     def send(self, *records: Record, at_ms: int | None = None) -> None:
         """Applies `records` at `at_ms`, or a millisecond after what was before each."""
@@ -144,6 +145,11 @@ class Pipeline:
             self._drain()
         self._drain()
 
+    def restart(self) -> None:
+        """A new host that reads the states from the changelog."""
+        self.join = Fold(FeedbackJoin(self.config))
+        self.join.restore(self._log.items(), self.now_ms)
+
     def records(self, topic: str) -> list[Any]:
         return [output.record for output in self.sent if output.topic == topic]
 
@@ -155,7 +161,9 @@ class Pipeline:
         return Event(topic, 0, self._offsets[topic], self.now_ms, record)
 
     def _drain(self) -> None:
-        outputs = list(self.join.drain().outputs)
+        changes = self.join.drain()
+        self._log.update(changes.entries)
+        outputs = list(changes.outputs)
         for output in outputs:
             if output.topic == JUDGEMENTS.name:
                 self.users.apply(self._event(output.topic, output.record))
