@@ -100,6 +100,39 @@ def test_a_failure_is_told_with_its_reason(run_dir: Path) -> None:
         asyncio.run(act())
 
 
+def test_a_stop_during_a_restart_reaches_the_new_process(run_dir: Path) -> None:
+    """Asked while the next process is being made, it is told as soon as it lives, and not killed as late."""
+
+    async def act() -> int | None:
+        async with Crew(run_dir, restarts_max=1, stop_s=60) as crew:
+            child = await crew.start("experience", "experience")
+            first = await ready(crew, "experience")
+            spawn, making, go_on = crew._spawn, asyncio.Event(), asyncio.Event()
+
+            async def slow(name: str, words: tuple[str, ...]) -> asyncio.subprocess.Process:
+                made = await spawn(name, words)
+                making.set()
+                await go_on.wait()
+                return made
+
+            crew._spawn = slow  # type: ignore[method-assign]
+            os.kill(first, signal.SIGKILL)
+            await making.wait()
+            await crew.wait(
+                lambda: _true(living(run_dir).get("experience", first) != first),
+                deadline_s=DEADLINE_S,
+                expected="a second process",
+            )
+            stopping = asyncio.create_task(crew.stop())
+            await asyncio.sleep(0)
+            go_on.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await stopping
+            return child.process.returncode
+
+    assert asyncio.run(act()) in (0, -signal.SIGTERM)
+
+
 def test_restarts_are_counted(run_dir: Path) -> None:
     """With one restart allowed, the first death is mended and the second one told."""
 

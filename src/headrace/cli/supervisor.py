@@ -179,6 +179,8 @@ class Crew:
             if child.stopping:
                 break
             child.process = await self._spawn(child.name, child.words)
+            if child.stopping:  # asked while there was nobody to hear it
+                _signal(child, signal.SIGTERM)
         # Whatever the child left behind in its group goes with it.
         _signal(child, signal.SIGKILL)
         child.ended.set()
