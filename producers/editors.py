@@ -97,8 +97,9 @@ def request(
     suggestion_id: str,
     user: str,
     seed: int,
+    version: int | None = None,
 ) -> Generation:
-    """What an editor asks of inference at `cursor`."""
+    """What an editor asks of inference at `cursor`; `version`: only to measure one that is held still."""
     return Generation(
         run=run,
         group_id=suggestion_id,
@@ -110,6 +111,7 @@ def request(
         stop_tokens=tuple(dialogue.suggestion_stop_tokens(codec)),
         seed=seed,
         user=user,
+        version=version,
     )
 
 

@@ -8,7 +8,7 @@
 An editor that asks for a suggestion at its cursor has one turn of its own kind, and the model a second
 answer, to show nothing:
 
-    editor    <|text|><|task|>{prefix}<|hole|>{suffix}<|turn|>
+    editor    <|task|>{prefix}<|hole|>{suffix}<|text|><|turn|>
     model     <|call|>{fill}<|end|>   or   <|silent|>
 
 Prefix, suffix and fill are canonical source (`policy.source`). Text is never interpreted: only these
@@ -63,8 +63,9 @@ def prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
 
 
 def suggestion_prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
-    """Tokens of an editor's request: the text around the cursor. The first one tells it from a task."""
-    return [tokenizer.special["<|text|>"], *prompt_tokens(tokenizer, prefix, suffix)]
+    """Tokens of an editor's request: the text around the cursor. The last but one tells it from a task."""
+    *around, turn = prompt_tokens(tokenizer, prefix, suffix)
+    return [*around, tokenizer.special["<|text|>"], turn]
 
 
 def call_tokens(tokenizer: TokenCodec, fill: str) -> list[int]:
