@@ -1,5 +1,5 @@
 """Each process of the loop alone: `headrace prompts`, `rollouts`, `inference`, `experience`, `trainer`,
-`relay`, `watch`.
+`relay`, `canary`, `watch`.
 
 Here the parts meet their bus, store and settings; what they do is theirs. Start more `rollouts` to scale.
 """
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "feedback-join": ("headrace.streams.run", _feedback_join),
         "trainer": ("headrace.consumers.training", _trainer),
         "relay": ("headrace.consumers.weights", _relay),
+        "canary": ("headrace.streams.canary", _canary),
         "watch": ("headrace.consumers.evaluation", _watch),
     }
     where = options.place(args)
@@ -86,7 +87,7 @@ async def _prompts(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
 async def _rollouts(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
     from headrace.consumers import rollouts
 
-    addresses = await _replicas(where, args.inference, stop)
+    addresses = await replicas(where, args.inference, stop)
     async with options.opened(where) as bus:
         await rollouts.run(
             bus,
@@ -162,9 +163,18 @@ async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
 async def _relay(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
     from headrace.consumers import weights
 
-    addresses = await _replicas(where, args.inference, stop)
+    addresses = await replicas(where, args.inference, stop)
     async with options.opened(where) as bus, region_blobs(where) as found:
-        await weights.run(bus, where.settings.run, where.settings.relay, found, addresses, stop)
+        settings = where.settings
+        await weights.run(bus, settings.run, settings.relay, found, addresses, stop, release=settings.release)
+
+
+async def _canary(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    from headrace.streams import canary
+
+    async with options.opened(where) as bus:
+        settings = where.settings
+        await canary.run(bus, settings.run, settings.release, settings.canary, stop)
 
 
 async def _watch(where: Place, args: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -200,7 +210,7 @@ async def region_blobs(where: Place) -> AsyncIterator[BlobReader]:
         yield cached
 
 
-async def _replicas(where: Place, given: list[str], stop: asyncio.Event) -> list[str]:
+async def replicas(where: Place, given: list[str], stop: asyncio.Event) -> list[str]:
     """The inference servers to use: the given ones, or those whose addresses stand in the run directory, as
     soon as there is one. Raises ConfigError when none appears."""
     deadline = asyncio.get_running_loop().time() + REPLICA_WAIT_S

@@ -15,10 +15,12 @@ from headrace.config import RunConfig, resolve
 from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
 from headrace.envs.config import EnvConfig
 from headrace.inference.config import InferenceConfig
-from headrace.producers.config import GatewayConfig, PromptsConfig, SuggestionsConfig
+from headrace.producers.config import EditorsConfig, GatewayConfig, PromptsConfig, SuggestionsConfig
 from headrace.store.blobs import GRACE_MS
+from headrace.streams.release import CanaryConfig
 from headrace.streams.run import FeedbackStreamConfig, StreamConfig
 from headrace.trainer.config import TrainerConfig
+from headrace.wire.release import ReleaseConfig
 
 RUN_FILE = "run.toml"
 
@@ -64,8 +66,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     feedback_join: FeedbackStreamConfig = FeedbackStreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
+    release: ReleaseConfig = ReleaseConfig()
+    canary: CanaryConfig = CanaryConfig()
     gateway: GatewayConfig = GatewayConfig()
     suggestions: SuggestionsConfig = SuggestionsConfig()
+    editors: EditorsConfig = EditorsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     demo: DemoConfig = DemoConfig()
 
