@@ -114,13 +114,13 @@ def _step(turn: int) -> RolloutStep:
     )
 
 
-_STEPS = [_step(turn) for turn in range(TURNS)]
+STEPS = [_step(turn) for turn in range(TURNS)]
 
 
 def group(name: str) -> list[Record]:
     """The records of one group, in the order they would come."""
     records: list[Record] = [replace(_PROMPT, group_id=name)]
-    for step in _STEPS:
+    for step in STEPS:
         records += [replace(step, group_id=name, member=member) for member in range(MEMBERS)]
     for component in COMPONENTS:
         records += [
@@ -159,10 +159,16 @@ def _message(record: Record) -> Message:
     return Message(topic.name, record.group_id.encode(), value, headers)  # type: ignore[attr-defined]
 
 
-async def host(bus: Bus, command: Sequence[str], environment: dict[str, str], consumer_group: str) -> Rate:
-    """Runs a host's process until it has committed all inputs. The time is that between its first commit seen
-    and its last."""
-    total = sum((await bus.ends(INPUTS)).values())
+async def host(
+    bus: Bus,
+    command: Sequence[str],
+    environment: dict[str, str],
+    consumer_group: str,
+    inputs: Sequence[str] = INPUTS,
+) -> Rate:
+    """Runs a host's process until it has committed all `inputs`. The time is that between its first commit
+    seen and its last."""
+    total = sum((await bus.ends(list(inputs))).values())
     environment = {**os.environ, **environment}
     silent = subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, stdout=silent, stderr=silent) as process:  # noqa: ASYNC220 - a moment
@@ -173,7 +179,7 @@ async def host(bus: Bus, command: Sequence[str], environment: dict[str, str], co
                 assert process.poll() is None, f"{command}: ended with {process.returncode}"
                 assert time.monotonic() < deadline_s, f"{command}: {done} of {total} events in {WAIT_S} s"
                 await asyncio.sleep(0.1)
-                done = sum((await bus.committed(consumer_group, INPUTS)).values())
+                done = sum((await bus.committed(consumer_group, list(inputs))).values())
                 last = (done, time.perf_counter(), _cpu_s(process.pid))
                 first = last if first is None and done else first
         finally:

@@ -2,7 +2,7 @@
 processor, keyed by user.
 
 Not here: how a suggestion is judged (`streams.feedback`). This is a stage of its own because a user's
-suggestions lie in all partitions of their topics, and only here together (docs/adr/0010-users-limit.md).
+suggestions lie in all partitions of their topics, and only here together (docs/adr/0011-users-limit.md).
 
 Time is that at which suggestions were made, by the broker's clock, so that a join which catches up after an
 hour flags nobody. In each window of `window_ms` the first `units_max` of a user pass. Accepts that no person
