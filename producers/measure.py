@@ -43,6 +43,7 @@ class Answer:
     """What came back. `text` is None when nothing was shown: by choice (`silent`), or malformed."""
 
     trial: Trial
+    prompt: tuple[int, ...]
     completion: Completion
     silent: bool
     text: str | None
@@ -98,7 +99,7 @@ async def ask(
         )
         async with room:
             completion = (await generator.generate(question, timeout_s=WAIT_S))[0]
-        return _answer(trial, completion, config, codec, run)
+        return _answer(trial, question.prefix_tokens, completion, config, codec, run)
 
     return list(await asyncio.gather(*(one(trial) for trial in asked)))
 
@@ -115,11 +116,16 @@ def result(answer: Answer, judge: Judge) -> Result:
 
 
 def _answer(
-    trial: Trial, completion: Completion, config: EditorsConfig, codec: TokenCodec, run: str
+    trial: Trial,
+    prompt: tuple[int, ...],
+    completion: Completion,
+    config: EditorsConfig,
+    codec: TokenCodec,
+    run: str,
 ) -> Answer:
     told = dialogue.parse_suggestion(codec, list(completion.tokens))
     if not isinstance(told, Call):
-        return Answer(trial, completion, isinstance(told, Silent), None, [])
+        return Answer(trial, prompt, completion, isinstance(told, Silent), None, [])
     draw = random.Random(f"react {trial.seed}")
     happenings = react(config.habits, trial.person, told.fill, trial.cursor.wanted, draw)
     events = [
@@ -135,4 +141,4 @@ def _answer(
         )
         for number, happening in enumerate(happenings)
     ]
-    return Answer(trial, completion, False, told.fill, events)
+    return Answer(trial, prompt, completion, False, told.fill, events)

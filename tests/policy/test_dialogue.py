@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.errors import PolicyError
 from headrace.policy import dialogue, source, tokenizer
 from headrace.policy.checkpoint import load_seed
-from headrace.policy.dialogue import Call, Malformed
+from headrace.policy.dialogue import Call, Malformed, Silent
 
 CODEC = load_seed()[2]
 TEXT = source.canonical(inspect.getsource(textwrap))
@@ -78,3 +78,27 @@ def test_a_foreign_tokenizer_is_refused() -> None:
         tokenizer.Tokenizer(b"{}")
     with pytest.raises(PolicyError, match=r"^tokenizer: expected an id in 0..2047, got 2048"):
         CODEC.decode([2048])
+
+
+def test_an_editors_prompt_opens_the_call_and_is_marked() -> None:
+    """It is the task's prompt with the mark before the turn, and the call opened behind it."""
+    prompt = dialogue.suggestion_prompt_tokens(CODEC, " a", " b")
+    assert CODEC.decode(prompt) == "<|task|> a<|hole|> b<|text|><|turn|><|call|>"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ([SPECIAL["<|silent|>"]], Silent()),
+        (dialogue.suggestion_tokens(CODEC, " x + 1"), Call(" x + 1")),
+        ([], Malformed("no <|end|>: cut off")),
+        ([SPECIAL["<|end|>"]], Malformed("empty call")),
+        (dialogue.call_tokens(CODEC, " x"), Malformed("special token inside the call")),
+        ([5, SPECIAL["<|silent|>"]], Malformed("no <|end|>: cut off")),
+        ([SPECIAL["<|silent|>"], SPECIAL["<|end|>"]], Malformed("special token inside the call")),
+    ],
+)
+def test_an_answer_to_an_editor_is_a_text_or_silence_or_neither(tokens: list[int], told: object) -> None:
+    """Silence is its token alone, in the first place; anywhere else it is a malformed answer."""
+    assert dialogue.parse_suggestion(CODEC, tokens) == told
+    assert dialogue.suggestion_stop_tokens(CODEC) == [SPECIAL["<|end|>"], SPECIAL["<|silent|>"]]

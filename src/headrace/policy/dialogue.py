@@ -5,11 +5,11 @@
     harness   <|result|>{text}<|turn|>
     model     <|call|>{fill}<|end|>
 
-An editor that asks for a suggestion at its cursor has one turn of its own kind, and the model a second
-answer, to show nothing:
+An editor that asks for a suggestion at its cursor opens the call itself: there the model knows how sure it
+is of what would follow, and may say that it would rather show nothing:
 
-    editor    <|task|>{prefix}<|hole|>{suffix}<|text|><|turn|>
-    model     <|call|>{fill}<|end|>   or   <|silent|>
+    editor    <|task|>{prefix}<|hole|>{suffix}<|text|><|turn|><|call|>
+    model     {fill}<|end|>   or   <|silent|>
 
 Prefix, suffix and fill are canonical source (`policy.source`). Text is never interpreted: only these
 functions write special tokens, so code or results that contain `<|end|>` can't inject one. It knows no
@@ -63,9 +63,9 @@ def prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
 
 
 def suggestion_prompt_tokens(tokenizer: TokenCodec, prefix: str, suffix: str) -> list[int]:
-    """Tokens of an editor's request: the text around the cursor. The last but one tells it from a task."""
+    """Tokens of an editor's request: the text around the cursor. `<|text|>` tells it from a task."""
     *around, turn = prompt_tokens(tokenizer, prefix, suffix)
-    return [*around, tokenizer.special["<|text|>"], turn]
+    return [*around, tokenizer.special["<|text|>"], turn, tokenizer.special["<|call|>"]]
 
 
 def call_tokens(tokenizer: TokenCodec, fill: str) -> list[int]:
@@ -89,6 +89,11 @@ def stop_tokens(tokenizer: TokenCodec) -> list[int]:
     return [tokenizer.special["<|end|>"]]
 
 
+def suggestion_tokens(tokenizer: TokenCodec, fill: str) -> list[int]:
+    """Tokens of the answer that `parse_suggestion` reads as `Call(fill)`."""
+    return call_tokens(tokenizer, fill)[1:]
+
+
 def suggestion_stop_tokens(tokenizer: TokenCodec) -> list[int]:
     """The tokens that end the model's answer to an editor."""
     return [*stop_tokens(tokenizer), tokenizer.special["<|silent|>"]]
@@ -99,7 +104,7 @@ def parse_suggestion(tokenizer: TokenCodec, tokens: list[int]) -> Call | Silent 
     because the answer is none. Never raises for ids of the vocabulary."""
     if tokens == [tokenizer.special["<|silent|>"]]:
         return Silent()
-    return parse_call(tokenizer, tokens)
+    return parse_call(tokenizer, [tokenizer.special["<|call|>"], *tokens])
 
 
 def parse_call(tokenizer: TokenCodec, tokens: list[int]) -> Call | Malformed:
