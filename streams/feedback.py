@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import AtLeastOne, AtLeastZero
 from headrace.errors import WireError
+from headrace.streams.feedback_state import Closed, Continued, FeedbackConfig, Open, State
 from headrace.streams.processor import Event, Output, Result
-from headrace.streams.suggestion import Rewards, Signals, check
+from headrace.streams.suggestion import Signals, check
 from headrace.streams.waiting import Held, Waiting
 from headrace.wire.records import (
     VERSION_MAX,
@@ -49,6 +49,8 @@ from headrace.wire.topics import (
     Topic,
 )
 
+__all__ = ["FeedbackConfig", "FeedbackJoin"]
+
 SILENT = "silent"
 """Finish of a step that shows nothing, because the model chose so."""
 TIMER_MS = 250
@@ -57,71 +59,6 @@ FOREIGN = "user: expected whom the suggestion was made for, got another"
 HASH_BYTES = 8
 OPEN_BYTES = 400
 """What an open suggestion holds in memory, rounded up (benchmarks/feedback.md)."""
-
-
-class FeedbackConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Windows and limits of the join."""
-
-    window_ms: AtLeastOne = 720_000
-    """From the making of a suggestion to its judgement: two minutes to accept it, ten to see what becomes of
-    it."""
-    settle_ms: AtLeastZero | None = None
-    """When given: a suggestion whose fate is known closes so long after its last signal. The shorter, the
-    sooner it is trained, and the fewer undos and edits are seen."""
-    orphan_ms: AtLeastOne = 60_000
-    """An event waits so long for its suggestion."""
-    flicker_ms: AtLeastZero = 100
-    """A suggestion that another superseded within so long was never read."""
-    closed_memory_ms: AtLeastZero = 600_000
-    """A closed suggestion is remembered so long; its events are orphans after that."""
-    rewards: Rewards = Rewards()
-    events_max: AtLeastOne = 64
-    """Different events of one suggestion; one more is abuse."""
-    held_bytes_max: AtLeastOne = 524_288
-    """Events that wait for one suggestion."""
-    open_max: AtLeastOne = 2_500_000
-    """Open suggestions in one partition."""
-    open_bytes_max: AtLeastOne = 1 << 30
-    closed_max: AtLeastOne = 2_500_000
-    """Remembered in one partition; the oldest are forgotten first."""
-
-
-class Open(msgspec.Struct, tag="o", array_like=True):
-    """A suggestion that was made, and what was said of it so far."""
-
-    run: str
-    attempt: int
-    version: int
-    cohort: str
-    user: str
-    region: str
-    made_ms: int
-    latency_ms: int
-    text_length: int
-    signals: Signals
-    seen: bytes = b""
-    """Hashes of the ids of its events."""
-    early: Held | None = None
-    """Events that the log took before the suggestion, as long as more of them may come."""
-
-
-class Continued(msgspec.Struct, tag="c", array_like=True):
-    """The rest of another suggestion: what is said of it is said of that one."""
-
-    to: str
-    first_ms: int
-    user: str
-    """Who said so."""
-    made: bool = False
-    """Inference made it, too, and the unit has been accounted."""
-    seen: bytes = b""
-
-
-class Closed(msgspec.Struct, tag="x", array_like=True):
-    at_ms: int
-
-
-State = Held | Open | Continued | Closed
 
 
 class FeedbackJoin:
@@ -226,7 +163,7 @@ class FeedbackJoin:
         early = [waiting for waiting in held.events if waiting.at_ms < at_ms]
         if early:
             made.early = Held(early, held.bytes)
-        return self._replayed(key, made, held.events, letters=True)
+        return self._replayed(key, made, held.events)
 
     def _heard(self, key: str, state: State | None, event: Event, record: Feedback) -> Result:
         match state:
@@ -258,20 +195,15 @@ class FeedbackJoin:
         return Result(state, (), self._timer(state) if changed else None, (count,), changed)
 
     def _early(self, key: str, state: Open, waiting: Waiting) -> Result:
-        """An event that the log took before its suggestion, read after it: all of those together are taken as
-        if they had waited."""
+        """An event that the log took before its suggestion, read after it: taken as if it had waited."""
         early = state.early or Held([])
         if early.holds(waiting, self._config.orphan_ms):
             return Result(state, counts=("duplicate",), changed=False)
         early.add(waiting, events_max=self._config.events_max + 1, bytes_max=self._config.held_bytes_max)
-        state.early, state.seen, state.signals = early, b"", Signals()
-        result = self._replayed(key, state, early.events)
-        if not self._is_orphan(state, waiting):
-            return result
-        letter = waiting.letter(self._orphan_reason, state.made_ms)
-        return result._replace(outputs=(*result.outputs, letter))
+        state.early = early
+        return self._replayed(key, state, [waiting])
 
-    def _replayed(self, key: str, state: Open, events: Sequence[Waiting], *, letters: bool = False) -> Result:
+    def _replayed(self, key: str, state: Open, events: Sequence[Waiting]) -> Result:
         """`state` after events that waited for it."""
         outputs: list[Output] = []
         counts: list[str] = []
@@ -279,14 +211,12 @@ class FeedbackJoin:
             foreign = not _may_judge(waiting.event.user, state)
             if foreign or self._is_orphan(state, waiting):
                 counts.append("foreign" if foreign else "orphan")
-                if letters:
-                    reason = FOREIGN if foreign else self._orphan_reason
-                    outputs.append(waiting.letter(reason, state.made_ms))
+                outputs.append(waiting.letter(FOREIGN if foreign else self._orphan_reason, state.made_ms))
                 continue
             counts.append(self._add(state, waiting.event, waiting.at_ms))
             if counts[-1] == "abuse":
                 return self._abuse(key, state, waiting.at_ms, outputs, counts)
-        return Result(state, outputs, self._timer(state), counts if letters else counts[-1:])
+        return Result(state, outputs, self._timer(state), counts)
 
     def _is_orphan(self, state: Open, waiting: Waiting) -> bool:
         return waiting.at_ms + self._config.orphan_ms < state.made_ms

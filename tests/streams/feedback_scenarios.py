@@ -41,6 +41,7 @@ def _same(event: Feedback, times: int) -> list[Record]:
 
 SCENARIOS = [
     Scenario("never shown", lambda s: [suggestion(s)], NEVER_SHOWN),
+    Scenario("ended without having been shown", lambda s: [suggestion(s), said(s, "ignored")], NEVER_SHOWN),
     Scenario("shown, and no signal", lambda s: [suggestion(s), said(s, "shown")], IGNORED),
     Scenario(
         "the model is silent",
@@ -104,6 +105,16 @@ SCENARIOS = [
         "accepted, then undone",
         lambda s: [suggestion(s), said(s, "shown"), said(s, "accepted"), said(s, "undone")],
         REJECTED,
+    ),
+    Scenario(
+        "undone, then accepted again",
+        lambda s: [suggestion(s), said(s, "accepted"), said(s, "undone"), said(s, "accepted")],
+        ACCEPTED,
+    ),
+    Scenario(
+        "a link to another that comes too late",
+        lambda s: [suggestion(s), said(s, "shown"), said(s, "accepted", continues="another")],
+        ACCEPTED,
     ),
     Scenario(
         "undone, then accepted again in part",

@@ -105,6 +105,9 @@ def test_live_suggestion_says_what_a_prompt_would() -> None:
     fold.apply(Event("t", 0, 3, 11, suggestion("g")))
     fold.apply(Event("t", 0, 4, 12, judged("g", 0.75)))
     assert not fold.drain().outputs
+    for component in ("tests", "format"):
+        fold.apply(Event("t", 0, 5, 13, reward("g", 0, component, 1.0, attempt=0)))
+    assert [output.topic for output in fold.drain().outputs] == ["experience"]
 
 
 def test_live_suggestion_waits_for_its_judgement() -> None:
@@ -127,6 +130,13 @@ def test_closed_suggestion_is_forgotten_sooner() -> None:
     feed(fold, [suggestion("s"), judged("s", 1.0), prompt("g", size=1), *rollout("g", 0)])
     advance(fold, 101)
     assert fold.settled == 1
+
+
+def test_groups_that_end_together_leave_in_order() -> None:
+    """Groups of one deadline go out in the order of their names, whichever came first."""
+    fold = Fold(ExperienceJoin(CONFIG))
+    feed(fold, [prompt("c"), prompt("a"), prompt("b")])
+    assert [e.group_id for e in advance(fold, DEADLINE_MS + 1)] == ["a", "b", "c"]
 
 
 def test_times() -> None:

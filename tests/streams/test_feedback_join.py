@@ -103,6 +103,7 @@ def test_settled_suggestions_close_early() -> None:
         ([(200, said("s", "partially_accepted", accepted_length=3))], WINDOW_MS),
         ([(200, said("s", "partially_accepted", accepted_length=8))], 1_200),
         ([(9_500, said("s", "rejected"))], WINDOW_MS),
+        ([(200, said("s", "accepted")), (300, said("s", "shown"))], 1_200),
     ]
     for signals, end_ms in cases:
         pipeline = Pipeline(config)
@@ -114,6 +115,31 @@ def test_settled_suggestions_close_early() -> None:
         pipeline.advance(end_ms + 250)
         (exposure,) = pipeline.records(EXPOSURES.name)
         assert exposure.closed_ms == end_ms
+
+
+def test_settled_before_it_was_made() -> None:
+    """A suggestion that was judged long before its step came closes with its step, not before it."""
+    pipeline = Pipeline(msgspec.structs.replace(CONFIG, settle_ms=1_000))
+    pipeline.send(said("s", "accepted"), at_ms=0)
+    pipeline.send(suggestion("s"), at_ms=3_000)
+    pipeline.advance(4_000)
+    (exposure,) = pipeline.records(EXPOSURES.name)
+    assert (exposure.closed_ms, exposure.reward) == (3_000, 0.75)
+
+
+def test_how_long_it_stood_there() -> None:
+    """An editor's clock that runs backwards is not asked how long a suggestion stood there; one that was
+    typed through was not superseded, in whatever order both are said."""
+    pipeline = Pipeline(CONFIG)
+    for name, ignored_ms in (("long", 200), ("short", 99)):
+        pipeline.send(suggestion(name), said(name, "shown", editor_ms=9_000), at_ms=0)
+        pipeline.send(said(name, "ignored", editor_ms=5_000, superseded_by="x"), at_ms=ignored_ms)
+    pipeline.send(suggestion("s"), said("s", "shown", editor_ms=5_000))
+    pipeline.send(said("s rest", "shown", continues="s", editor_ms=5_030))
+    pipeline.send(said("s", "ignored", superseded_by="s rest", editor_ms=5_040))
+    pipeline.advance(20_000)
+    assert (pipeline.became("long"), pipeline.became("s")) == (IGNORED, IGNORED)
+    assert pipeline.became("short").failed == "superseded"
 
 
 def test_events_wait_each_for_itself() -> None:
