@@ -61,6 +61,23 @@ async def evaluate(
     Tries that are on the log already for this round and version are not made again. Raises StoreError when
     the version was never announced or cannot be had, SandboxError when a task failed on every attempt.
     """
+    async with (
+        serving(bus, run, config, blobs, version, samples=config.samples) as replica,
+        Arena.open(env, "heldout") as arena,
+    ):
+        log.event(_logger, "round_start", round=round, version=version, sandbox=arena.describe())
+        examiner = Examiner(bus, run, config, replica, arena, env.name)
+        await examiner.hold(
+            Round(name=round, version=version, tasks=config.tasks, samples=config.samples), stop
+        )
+
+
+@asynccontextmanager
+async def serving(
+    bus: Bus, run: RunConfig, config: EvaluationConfig, blobs: Blobs, version: int, *, samples: int
+) -> AsyncIterator[Replica]:
+    """A replica in this process that serves `version` of the run's weights to `samples` tries of each task in
+    flight. Raises StoreError when the version was never announced or cannot be had."""
     weights = _Announced(bus, run, config, blobs, version_max=version)
     begins, ends = await bus.begins([WEIGHTS.name]), await bus.ends([WEIGHTS.name])
     for tp, end in ends.items():
@@ -68,13 +85,9 @@ async def evaluate(
     newest = weights.versions.newest
     if newest is None or newest.version != version:
         raise StoreError(f"weights {version}: expected an announcement of run {run.name}, found none")
-    async with _engine(config, config.samples) as replica, Arena.open(env, "heldout") as arena:
-        log.event(_logger, "round_start", round=round, version=version, sandbox=arena.describe())
+    async with _engine(config, samples) as replica:
         await _serve(replica, await weights.versions.obtain())
-        examiner = Examiner(bus, run, config, replica, arena, env.name)
-        await examiner.hold(
-            Round(name=round, version=version, tasks=config.tasks, samples=config.samples), stop
-        )
+        yield replica
 
 
 async def run(

@@ -28,6 +28,10 @@ DETAIL = """The run's directory holds its log, weights, process logs and report;
 Exit code 0 when the report is written; 130 or 143 when interrupted; 10 when a process died."""
 
 
+PLANTS = ("broken-weights", "nan", "always-shows", "never-shows")
+ONLINE_FILE = Path(__file__).resolve().parents[3] / "configs" / "online.toml"
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=options.positive, help="training steps, instead of a time")
@@ -37,12 +41,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart", type=int, default=0, metavar="N", help="start a process that died again, up to N times"
     )
+    parser.add_argument(
+        "--online", action="store_true", help="simulated editors too: both kinds of experience, one trainer"
+    )
+    parser.add_argument(
+        "--plant",
+        choices=PLANTS,
+        help="with --online: publish such weights in mid-run, for the canary to take back",
+    )
     options.run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.supervisor import only_supervisor
 
+    if args.plant and not args.online:
+        raise ConfigError("--plant: expected --online, which has users whom bad weights could reach")
     if args.minutes is not None and not args.minutes > 0:
         raise ConfigError(f"--minutes: expected more than 0, got {args.minutes:g}")
     args.run_dir = Path(args.run_dir or time.strftime("runs/demo-%Y%m%d-%H%M%S")).resolve()
@@ -58,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _settled(args: argparse.Namespace) -> Place:
     """The run's place, with a name of its own and what this demo was told."""
     named = "run.name" in args.dotted or (args.run_dir / tree.RUN_FILE).is_file() or args.config
+    if args.online and not (args.run_dir / tree.RUN_FILE).is_file():
+        args.config = [ONLINE_FILE, *args.config]
     where = options.place(args, new=True)
     run, demo = where.settings.run, where.settings.demo
     if not named:
@@ -73,6 +89,7 @@ def _settled(args: argparse.Namespace) -> Place:
 
 async def _main(where: Place, args: argparse.Namespace) -> int:
     from headrace.cli.loop import Loop
+    from headrace.cli.online_loop import OnlineLoop
     from headrace.cli.screen import screen
 
     stop = asyncio.Event()
@@ -86,7 +103,7 @@ async def _main(where: Place, args: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, ask, number)
     async with _local_kafka(where), options.opened(where, new=True) as bus:
         with screen(plain=args.plain or args.json) as shown:
-            loop = Loop(
+            loop = (OnlineLoop if args.online else Loop)(
                 bus,
                 where,
                 shown,
@@ -94,6 +111,8 @@ async def _main(where: Place, args: argparse.Namespace) -> int:
                 restarts_max=args.restart,
                 steps_max=where.settings.run.steps_max if "run.steps_max" in args.dotted else None,
             )
+            if isinstance(loop, OnlineLoop):
+                loop.plant = args.plant or ""
             finished = await loop.run(args.steps)
         if not finished:
             print(f"stopped; go on with: headrace demo --run-dir {where.home}", flush=True)

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "weights": ("weights", "versions and who is served which: list, promote, revoke, pin, unpin"),
     "evaluate": ("evaluate", "a held-out round under one version of the weights"),
     "measure": ("measure", "what suggestions of one version are worth to simulated users, on held-out files"),
+    "silence": ("silence", "make the checkpoint that an online run starts from: the seed, able to be silent"),
     "sweep": ("sweep", "remove blobs that no record of the log names"),
     "midtrain": ("midtrain", "make the seed checkpoint again"),
     "kafka": ("kafka", "a local Apache Kafka: up, down, status"),

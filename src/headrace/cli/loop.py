@@ -102,7 +102,7 @@ class Loop:
         self._screen.phase("starting: trainer, inference, relay, join, rollout workers")
         demo = self._where.settings.demo
         for name in ("trainer", "inference-0"):
-            await self._crew.start(name, name.partition("-")[0])
+            await self._crew.start(name, name.partition("-")[0], *self._told(name))
         if not await self._until(
             lambda: self.view.version is not None, demo.ready_s, "the trainer to announce its weights"
         ):
@@ -112,6 +112,10 @@ class Loop:
         for number in range(demo.workers):
             await self._crew.start(f"rollouts-{number}", "rollouts")
         return True
+
+    def _told(self, name: str) -> tuple[str, ...]:
+        """More words on the command line of a process."""
+        return ()
 
     async def _round(self, name: str, version: int) -> bool:
         """One held-out round, unless the log has it whole already."""

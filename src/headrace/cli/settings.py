@@ -50,6 +50,11 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A process that isn't ready after this long has failed."""
     stop_s: float = 20.0
     """A process that hasn't stopped after this long is killed."""
+    alone_s: float = 20.0
+    """Of an online demo: editors without rollouts, to compare the latency."""
+    trials: int = 2000
+    """Of an online demo: suggestions asked for before and after, on files that nobody trains on."""
+    trials_quick: int = 200
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,120 @@
+"""The phases of `headrace demo --online`: the loop of the demo, and beside it people who use the model.
+
+    topics -> the demo's processes, gateway, feedback join, canary -> rounds "before": simulated tasks, and
+    what suggestions are worth to users -> prompts and editors, training -> the same without rollouts, for the
+    latency -> stop -> rounds "after" -> report
+
+The times of the phases are written to `DIR/measures/phases.json`. Not here: the phases of the demo itself
+(`cli.loop`), what is reported (`cli.online_report`).
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+
+from headrace.cli import measure
+from headrace.cli.loop import ROUND_S, Loop
+from headrace.errors import ConfigError
+
+PHASES_FILE = "phases.json"
+WARM_S = 5.0
+"""At the start of a phase: what was asked before it still comes."""
+
+
+class Phases(msgspec.Struct, kw_only=True):
+    """When editors typed, in ms of this machine's clock: with rollouts beside them, and without."""
+
+    with_rollouts: tuple[int, int] = (0, 0)
+    without_rollouts: tuple[int, int] = (0, 0)
+    planted: str = ""
+    planted_version: int | None = None
+
+
+def phases_of(home: Path) -> Phases:
+    """Those of the newest demo of the run. Raises ConfigError."""
+    path = home / "measures" / PHASES_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Phases)
+    except FileNotFoundError:
+        return Phases()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: expected the phases of a demo: {error}") from error
+
+
+class OnlineLoop(Loop):
+    """One online demo on an opened bus; `run` once. `plant`: what a version in mid-run is replaced with."""
+
+    plant = ""
+    _phases: Phases
+
+    async def _start(self) -> bool:
+        self._phases = Phases(planted=self.plant)
+        if not await super()._start():
+            return False
+        await self._crew.start("gateway", "gateway")
+        await self._crew.start("feedback-join", "feedback-join")
+        if self._where.settings.release.mode == "gradual":
+            await self._crew.start("canary", "canary")
+        return True
+
+    def _told(self, name: str) -> tuple[str, ...]:
+        return ("--plant", self.plant) if self.plant and name == "trainer" else ()
+
+    async def _round(self, name: str, version: int) -> bool:
+        return await super()._round(name, version) and await self._measured(name, version)
+
+    async def _measured(self, name: str, version: int) -> bool:
+        """What suggestions of `version` are worth, unless that is known."""
+        known = measure.read(self._where.home, name)
+        if known is not None and known.version == version:
+            return True
+        trials = self._where.settings.demo.trials_quick if self._quick else self._where.settings.demo.trials
+        self._screen.phase(
+            f"round `{name}`: version {version}, {trials} suggestions on files never trained on"
+        )
+        await self._crew.start(
+            f"measure-{name}",
+            *("measure", "--round", name, "--version", str(version), "--trials", str(trials)),
+        )
+        return await self._crew.finish(f"measure-{name}", deadline_s=ROUND_S, stop=self._stop)
+
+    async def _train(self, first_step: int, steps: int | None) -> bool:
+        await self._crew.start("editors", "editors")
+        began = _now_ms()
+        if not await super()._train(first_step, steps):
+            return False
+        self._phases.with_rollouts = (began + round(WARM_S * 1000), _now_ms())
+        return await self._alone()
+
+    async def _alone(self) -> bool:
+        """Editors without rollouts, for as long as `demo.alone_s` says."""
+        alone_s = self._where.settings.demo.alone_s
+        self._screen.phase(f"{alone_s:g} s without rollouts, for the latency of suggestions")
+        workers = [name for name in self._crew.children if name.startswith("rollouts-")]
+        await self._crew.stop("prompts", "watch", *workers)
+        began = _now_ms()
+        if not await self._passed(WARM_S + alone_s):
+            return False
+        self._phases.without_rollouts = (began + round(WARM_S * 1000), _now_ms())
+        await self._crew.stop("editors")
+        settle_ms = self._where.settings.feedback_join.join.settle_ms or 0
+        self._write()
+        return await self._passed(1.0 + settle_ms / 1000)
+
+    async def _passed(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._stop.is_set():
+            self._check()
+            await asyncio.sleep(0.2)
+        return not self._stop.is_set()
+
+    def _write(self) -> None:
+        path = self._where.home / "measures" / PHASES_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(self._phases))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
