@@ -127,17 +127,17 @@ def feedback(
     shown_ms: int,
 ) -> Feedback:
     """The event of something that happened to a suggestion shown at `shown_ms`, by the person's clock."""
-    rest_id = f"{suggestion_id}/rest"
+    rest_id = f"{suggestion_id}.rest"
     superseded_by = None
     if happening.typed_over or happening.typed_through:
         superseded_by = rest_id if happening.typed_through else next_id
     return Feedback(
         run=run,
-        event_id=f"{suggestion_id}/{number}",
+        event_id=f"{suggestion_id}.{number}",
         suggestion_id=rest_id if happening.rest else suggestion_id,
         kind=happening.kind,
         editor_ms=shown_ms + happening.after_ms,
-        view_id=f"{suggestion_id}/view",
+        view_id=f"{suggestion_id}.view",
         user=user,
         client=CLIENT,
         accepted_length=happening.accepted_length,
