@@ -135,8 +135,8 @@ def retention_text(found: Outlook) -> str:
     left = "for ever" if found.left_ms is None else f"for another {shown.duration(found.left_ms)}"
     if found.state == "soon":
         return (
-            f"WARNING: {what} are kept {left} only (retention {shown.duration(found.retention_ms or 0)}): raise"
-            " the retention of `experience`, or let older checkpoints go (trainer.checkpoints_kept)"
+            f"WARNING: {what} are kept {left} only (retention {shown.duration(found.retention_ms or 0)}):"
+            " raise the retention of `experience`, or let older checkpoints go (trainer.checkpoints_kept)"
         )
     return f"{what} are kept {left}"
 
