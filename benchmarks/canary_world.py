@@ -78,9 +78,9 @@ class Side(NamedTuple):
 def release(rng: Generator, world: World, model: Model, config: CanaryConfig) -> Outcome:
     """One version from its first stage to its end, judged by the real state machine."""
     canary = Canary("world", config)
-    _send(canary, [WeightsPublished(**_PUBLISHED, version=0)])
+    _send(canary, [_published(0)])
     _send(canary, canary.decide())
-    _send(canary, [WeightsPublished(**_PUBLISHED, version=1)])
+    _send(canary, [_published(1)])
     decided = canary.decide()
     exposures = 0
     stage = config.stages[0]
@@ -140,7 +140,7 @@ def _tell(rng: Generator, side: Side, tallies: dict[str, Tally], model: Model, e
     _add(tallies["accepted"], bucket_X[shown_X], accepted_X[shown_X].astype(float))
 
 
-def _add(tally: Tally, bucket_X: NDArray[np.int64], value_X: Floats) -> None:
+def _add(tally: Tally, bucket_X: NDArray[np.int64], value_X: NDArray[np.floating]) -> None:
     """What `Tally.add` does, for many at once."""
     count = np.bincount(bucket_X, minlength=BUCKETS)
     total = np.bincount(bucket_X, value_X, minlength=BUCKETS)
@@ -148,15 +148,17 @@ def _add(tally: Tally, bucket_X: NDArray[np.int64], value_X: Floats) -> None:
     tally.total = (np.asarray(tally.total) + total).tolist()
 
 
-_PUBLISHED = {
-    "run": "world",
-    "root": "",
-    "step": 0,
-    "manifest_uri": "",
-    "manifest_sha256": "",
-    "encodings": (),
-    "published_ms": 0,
-}
+def _published(version: int) -> WeightsPublished:
+    return WeightsPublished(
+        run="world",
+        version=version,
+        root="",
+        step=version,
+        manifest_uri="",
+        manifest_sha256="",
+        encodings=(),
+        published_ms=0,
+    )
 
 
 def _send(canary: Canary, records: list[Record]) -> None:

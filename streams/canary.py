@@ -16,7 +16,7 @@ from headrace.bus.dead_letters import decode_or_dead_letter
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
-from headrace.errors import BusUnavailable, ConfigError, TopicMismatch
+from headrace.errors import BusUnavailable, ConfigError
 from headrace.streams.reading import in_time_order
 from headrace.streams.release import Canary, CanaryConfig, State
 from headrace.wire.codec import encode
@@ -111,9 +111,6 @@ class _Process:
         """The committed ones; else the start of `weights` and of the refusals, and the end of exposures."""
         begins, ends = await self._bus.begins(INPUTS), await self._bus.ends(INPUTS)
         committed = await self._bus.committed(group_of(self._run.name), INPUTS)
-        missing = {WEIGHTS.name, WEIGHTS_ACKS.name, EXPOSURES.name} - {tp.topic for tp in ends}
-        if missing:
-            raise TopicMismatch(f"topics: expected {', '.join(sorted(missing))}, found none")
         positions = {}
         for tp, begin in begins.items():
             first = ends[tp] if tp.topic == EXPOSURES.name else begin

@@ -19,13 +19,16 @@ exact only if no user came twice. benchmarks/canary.md has the measured false al
 
 Three guards for small numbers: one more exposure, a whole range off the mean, is added to each side's spread;
 the canary counts as at least as noisy as the stable version, since without harm they are alike; and V grows
-with (g - 1) / (g - 3) for g buckets, the mean of an inverse chi-square.
+with (g - 1) / (g - 3) for g effective buckets, the mean of an inverse chi-square: with a handful of users, or
+one who makes nearly all exposures, there is no evidence.
 
 Not here: what follows from it (`streams.release`).
 """
 
 import hashlib
 import math
+from collections.abc import Sequence
+from operator import mul
 from typing import Final, NamedTuple
 
 import msgspec
@@ -35,7 +38,7 @@ from headrace.wire.records import Exposure
 BUCKETS: Final = 64
 """Of users; a state of two sides and five metrics stays below 10 kB."""
 GROUPS_MIN: Final = 5
-"""Buckets with exposures on each side, below which nothing can be said about users."""
+"""Of users on each side, below which nothing can be said about users."""
 SPREAD: Final = 1.0
 """Of the exposure that is added: the range of a reward, of a share, and an e-fold of latency."""
 
@@ -65,18 +68,26 @@ class Tally(msgspec.Struct, kw_only=True):
         return sum(self.count)
 
     @property
-    def groups(self) -> int:
-        return sum(map(bool, self.count))
-
-    @property
     def mean(self) -> float:
         return sum(self.total) / max(1, self.exposures)
+
+    @property
+    def groups(self) -> float:
+        """Buckets, as many as would count alike (Kish 1965): one that holds nearly all is hardly more than
+        one, however many others hold a little."""
+        return self.exposures**2 / max(1, _products(self.count, self.count))
 
     def variance(self) -> float:
         """Of the mean. At least `GROUPS_MIN` groups."""
         mean, exposures, groups = self.mean, self.exposures, self.groups
-        squares = sum((t - mean * c) ** 2 for c, t in zip(self.count, self.total, strict=True))
-        return (squares * groups / (groups - 1) + SPREAD**2) / exposures**2 * (groups - 1) / (groups - 3)
+        squares = _products(self.total, self.total) - 2 * mean * _products(self.total, self.count)
+        squares = max(0.0, squares + mean**2 * _products(self.count, self.count))
+        # squares * g / (g - 1) and the added exposure, over n^2, times (g - 1) / (g - 3)
+        return (squares * groups + SPREAD**2 * (groups - 1)) / (exposures**2 * (groups - 3))
+
+
+def _products(left: Sequence[float], right: Sequence[float]) -> float:
+    return float(sum(map(mul, left, right)))
 
 
 def bucket_of(user: str) -> int:

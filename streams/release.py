@@ -223,8 +223,6 @@ class Canary:
         if trial is None:
             return []
         canary, stable = trial.canary_side["reward"], trial.stable_side["reward"]
-        if min(canary.exposures, stable.exposures) < self._config.exposures_first:
-            return []
         found = self._log_e(trial)
         worst = max(found, key=lambda name: found[name])
         if found[worst] >= self._config.log_e_max:

@@ -29,7 +29,7 @@ def exposure(
     *,
     reward: float,
     silent: bool = False,
-    opened_ms: int = 1 << 40,
+    opened_ms: int = 1 << 42,
     latency_ms: int = 40,
     quarantined: bool = False,
     user: str | None = None,

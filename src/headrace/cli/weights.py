@@ -202,8 +202,8 @@ def _record(run_name: str, args: argparse.Namespace, found: Known, mode: Mode) -
         return WeightsRevoked(run=run_name, version=version, by="hand", evidence=words)
     if args.act == "promote" and mode == "immediate":
         raise ConfigError(
-            "promote: expected release.mode 'gradual', got 'immediate': there the next version published serves"
-            f" everybody (headrace weights pin {version} holds it)"
+            "promote: expected release.mode 'gradual', got 'immediate': there the next version published"
+            f" serves everybody (headrace weights pin {version} holds it)"
         )
     if args.act == "promote" and version in found.unfit:
         raise ConfigError(f"promote: expected weights that can be served, got {version}: not finite")
