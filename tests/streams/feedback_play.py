@@ -89,9 +89,17 @@ async def feedback_probe(bus: Bus, prefix: str, *, once: bool = True) -> None:
     await judged(bus, names, once=once)
 
 
+async def at_work(bus: Bus, prefix: str, *, once: bool) -> None:
+    """Returns when a host judges what comes, in every partition: a window must not end while it starts."""
+    names = [f"{prefix} ready {index}" for index in range(24)]
+    await bus.produce(messages(suggestion(name, silent=True) for name in names))
+    await judged(bus, names, once=once)
+
+
 async def play_feedback(bus: Bus, prefix: str, *, once: bool = True, after: bool = False) -> None:
     """All scenarios at once, as suggestions `prefix name`: each becomes what is expected; and stays so, when
     more comes `after` its window."""
+    await at_work(bus, prefix, once=once)
     wanted: dict[str, Became] = {}
     for scenario in SCENARIOS:
         name = f"{prefix} {scenario.name}"
