@@ -78,6 +78,7 @@ class FeedbackClient:
         self._idle = threading.Condition()
         self._sending = False
         self._closing = False
+        self._hurry = False
         self._last_error = ""
         self._random = random.Random()
         self._thread = threading.Thread(target=self._run, name="headrace-feedback", daemon=True)
@@ -115,8 +116,10 @@ class FeedbackClient:
         return Status(**self._buffer.counts(), last_error=self._last_error)
 
     def flush(self, deadline_s: float) -> bool:
-        """Waits until everything is acknowledged; False when it isn't by then. Loses nothing."""
+        """Tries at once, whatever pause is under way, and waits until everything is acknowledged; False when
+        it isn't by then. Loses nothing."""
         end_s = time.monotonic() + deadline_s
+        self._hurry = True
         self._work.set()
         with self._idle:
             while self._sending or self._buffer.counts()["waiting"]:
@@ -158,8 +161,7 @@ class FeedbackClient:
                         break
                 except FeedbackError as error:
                     self._last_error = str(error)
-                    self._pause(failures, error)
-                    failures += 1
+                    failures = failures + 1 if self._pause(failures, error) else 0
                 else:
                     self._last_error, failures = "", 0
 
@@ -207,9 +209,9 @@ class FeedbackClient:
                 self._on_refused(refused)
         self._buffer.remove([item.number for item in batch], sent=reply.accepted, refused=len(refused))
 
-    def _pause(self, failures: int, error: Exception) -> None:
+    def _pause(self, failures: int, error: Exception) -> bool:
         """Doubles up to `BACKOFF_S_MAX`, of which a random half is waited; never less than the gateway asked
-        for. `close` ends it."""
+        for. False when `flush` or `close` cut it short."""
         base_s = min(BACKOFF_S_MIN * 2 ** min(failures, 16), BACKOFF_S_MAX)
         if isinstance(error, FeedbackUnauthenticated):
             base_s = BACKOFF_S_MAX  # a token does not mend itself within a second
@@ -217,6 +219,8 @@ class FeedbackClient:
         if isinstance(error, FeedbackOverloaded | FeedbackUnavailable):
             wait_s = max(wait_s, min(error.retry_after_ms / 1000, BACKOFF_S_MAX))
         end_s = time.monotonic() + wait_s
-        while not self._closing and (left_s := end_s - time.monotonic()) > 0:
+        while not self._closing and not self._hurry and (left_s := end_s - time.monotonic()) > 0:
             self._work.wait(left_s)
             self._work.clear()
+        cut, self._hurry = self._hurry, False
+        return not cut

@@ -61,6 +61,7 @@ class HttpHalf:
             keepalive_timeout=door.config.head_ms_max / 1000,
             max_line_size=LINE_BYTES_MAX,
             max_field_size=LINE_BYTES_MAX,
+            lingering_time=STOP_S,
             shutdown_timeout=STOP_S,
         )
         self._server: asyncio.Server | None = None
@@ -102,7 +103,7 @@ class HttpHalf:
         return _json(reply, status=422 if nothing_good else 200)
 
     async def _body(self, request: web.Request) -> bytes:
-        """Raises _TooLarge, and 408 as aiohttp's exception."""
+        """Raises _TooLarge, _TooSlow."""
         limit = self._door.config.message_bytes_max
         if (request.content_length or 0) > limit:
             raise _TooLarge(f"body: expected at most {limit} bytes, got {request.content_length}")
@@ -112,8 +113,7 @@ class HttpHalf:
         except web.HTTPRequestEntityTooLarge as error:
             raise _TooLarge(f"body: expected at most {limit} bytes, got more") from error
         except TimeoutError:
-            request.protocol.force_close()
-            raise web.HTTPRequestTimeout(text=f"body: expected all of it within {self._body_s:g} s") from None
+            raise _TooSlow(f"body: expected all of it within {self._body_s:g} s") from None
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = self._door.serving
@@ -124,6 +124,10 @@ class HttpHalf:
 
 
 class _TooLarge(FeedbackError):
+    pass
+
+
+class _TooSlow(FeedbackError):
     pass
 
 
@@ -159,6 +163,7 @@ def parse(body: bytes, *, now_ms: int) -> list[Event | str]:
 def _refused(error: FeedbackError | WireError) -> web.Response:
     statuses: tuple[tuple[type[Exception], int], ...] = (
         (FeedbackUnauthenticated, 401),
+        (_TooSlow, 408),
         (_TooLarge, 413),
         (FeedbackOverloaded, 429),
         (FeedbackUnavailable, 503),
@@ -167,6 +172,8 @@ def _refused(error: FeedbackError | WireError) -> web.Response:
     response = _json({"error": str(error)}, status=status)
     if isinstance(error, FeedbackOverloaded | FeedbackUnavailable):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1000))
+    if status in (408, 413):
+        response.force_close()  # the rest of the body is not wanted
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -45,6 +45,12 @@ def event(number: int = 0, **fields: Any) -> Event:
     return Event(**known | fields)
 
 
+def method(channel: grpc.aio.Channel, name: str) -> Any:
+    """`Publish` or `PublishStream` of a channel, taking bytes as they are."""
+    make: Any = channel.stream_stream if name == "PublishStream" else channel.unary_unary
+    return make(f"/{SERVICE}/{name}", response_deserializer=pb.PublishReply.FromString)
+
+
 class Place(NamedTuple):
     """A running gateway, and the log behind it."""
 
@@ -57,9 +63,7 @@ class Place(NamedTuple):
     async def publish(self, body: bytes, *, token: str = "") -> pb.PublishReply:
         """One unary call with `body` as it is."""
         async with grpc.aio.insecure_channel(self.addresses.grpc) as channel:
-            call = channel.unary_unary(
-                f"/{SERVICE}/Publish", response_deserializer=pb.PublishReply.FromString
-            )
+            call = method(channel, "Publish")
             metadata = (("authorization", f"Bearer {token}"),) if token else ()
             reply: pb.PublishReply = await call(body, timeout=WAIT_S, metadata=metadata)
             return reply
@@ -91,7 +95,8 @@ async def gateway(home: Path, *, bus: Bus | None = None, **settings: Any) -> Asy
         ready: asyncio.Future[feedback.Addresses] = asyncio.get_running_loop().create_future()
         config = GatewayConfig(home=str(home), **settings)
         running = asyncio.create_task(feedback.run(log, RunConfig(), config, stop, ready.set_result))
-        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+        either: set[asyncio.Future[Any]] = {running, ready}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
         if running.done():
             running.result()
         yield Place(log, ready.result())

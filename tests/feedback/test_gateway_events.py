@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from gateway_place import Place, event, json_batch, on_a_gateway, post, records
+from gateway_place import Place, event, json_batch, method, on_a_gateway, post, records
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -184,9 +184,7 @@ def test_stream_answers_in_order_and_keeps_it(tmp_path: Path) -> None:
                 yield body(*(event(10 * number + i, suggestion_id="s") for i in range(10)), number=number)
 
         async with grpc.aio.insecure_channel(place.addresses.grpc) as channel:
-            call = channel.stream_stream(
-                f"/{SERVICE}/PublishStream", response_deserializer=pb.PublishReply.FromString
-            )
+            call = method(channel, "PublishStream")
             replies = [(r.number, r.accepted) async for r in call(batches())]
         assert replies == [(number, 10) for number in range(40)]
         assert [r.event_id for r in await place.records()] == [f"e{i}" for i in range(400)]
