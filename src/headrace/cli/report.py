@@ -21,6 +21,7 @@ from headrace.wire.records import Evaluation
 from headrace.wire.topics import EVALUATIONS
 
 if TYPE_CHECKING:
+    from headrace.cli.online_report import Online
     from headrace.consumers.comparison import Difference
 
 BEFORE, AFTER = "before", "after"
@@ -61,14 +62,20 @@ async def write(bus: Bus, where: Place, *, as_json: bool = False) -> int:
     """Writes `DIR/report/report.html` and `report.png`, prints the summary; 0."""
     import asyncio
 
+    from headrace.cli import online_report
+
     found = await gather(bus, where.settings.run.name)
+    online = await online_report.gather(bus, where)
     folder = where.home / "report"
-    page = await asyncio.to_thread(_write_files, found, where, folder)
+    page = await asyncio.to_thread(_write_files, found, online, where, folder)
     if as_json:
-        options.print_json(_document(found, page))
+        live = {} if online is None else {"online": online_report.document(online)}
+        options.print_json(_document(found, page) | live)
     else:
+        told = [] if online is None else ["", *online_report.lines(online)]
         print(
-            "\n".join(["", *sentences(found), "", f"report: {page}", "", *next_commands(where)]), flush=True
+            "\n".join(["", *sentences(found), *told, "", f"report: {page}", "", *next_commands(where)]),
+            flush=True,
         )
     return 0
 
@@ -183,14 +190,20 @@ def _short(path: Path) -> str:
         return str(path)
 
 
-def _write_files(found: Findings, where: Place, folder: Path) -> Path:
-    from headrace.cli import report_figure, report_page
+def _write_files(found: Findings, online: "Online | None", where: Place, folder: Path) -> Path:
+    from headrace.cli import online_figure, report_figure, report_page
 
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "report.png"
     report_figure.draw(found, picture)
     page = folder / "report.html"
-    page.write_text(report_page.render(found, where, picture.read_bytes()), encoding="utf-8")
+    live = None
+    if online is not None:
+        plots = folder / "online.png"
+        online_figure.draw(online, plots)
+        live = online, plots.read_bytes()
+    text = report_page.render(found, where, picture.read_bytes(), live)
+    page.write_text(text, encoding="utf-8")
     return page
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.cli import report
+from headrace.cli import online_report, report
 from headrace.cli import settings as tree
 from headrace.cli.options import Place
 from headrace.errors import HeadraceError
 from headrace.wire.records import Evaluation
 
 if TYPE_CHECKING:
+    from headrace.cli.online_report import Online
     from headrace.consumers.comparison import Difference
 
 SHOWN_EACH = 3
@@ -28,7 +29,9 @@ OUTCOMES = (
 )
 
 
-def render(found: report.Findings, where: Place, picture: bytes) -> str:
+def render(
+    found: report.Findings, where: Place, picture: bytes, online: "tuple[Online, bytes] | None" = None
+) -> str:
     """The whole page. Text of models and sandboxes is escaped: it is shown, never interpreted."""
     template = Template((files("headrace.cli") / "report.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -36,6 +39,7 @@ def render(found: report.Findings, where: Place, picture: bytes) -> str:
         summary="".join(f"<p>{escape(line)}</p>" for line in report.sentences(found)),
         differences=_differences(found.differences),
         picture=base64.b64encode(picture).decode(),
+        online="" if online is None else _online(*online),
         accounting=_accounting(found),
         chosen=escape(
             f"Sampled tries, up to {SHOWN_EACH} of each outcome, the first by task name: not picked by hand."
@@ -43,6 +47,15 @@ def render(found: report.Findings, where: Place, picture: bytes) -> str:
         trajectories=_trajectories(found, _source_of()),
         next=escape("\n".join(report.next_commands(where)[1:])),
         settings=escape(tree.to_toml(msgspec.to_builtins(where.settings))),
+    )
+
+
+def _online(found: "Online", picture: bytes) -> str:
+    text = escape("\n".join(online_report.lines(found)))
+    image = base64.b64encode(picture).decode()
+    return (
+        f"<h2>What users were shown</h2><pre>{text}</pre>"
+        f'<img src="data:image/png;base64,{image}" alt="Suggestions by version, calibration, the loop clock">'
     )
 
 

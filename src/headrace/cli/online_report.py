@@ -1,0 +1,278 @@
+"""The live half of a run's report: a table, its plots, and the same for `--json`.
+
+What was measured on held-out files comes with paired intervals (`producers.figures`); what users lived
+through comes from the log (`cli.online_view`). A figure that is not there is `-`, not a guess.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.bus.protocol import Bus
+from headrace.cli import measure, online_view
+from headrace.cli.online_loop import Phases, phases_of
+from headrace.cli.online_view import OnlineView, quantile
+from headrace.cli.options import Place
+from headrace.errors import ConfigError
+from headrace.wire.records import WeightsRevoked
+
+if TYPE_CHECKING:
+    from headrace.producers.figures import Bin, Change, Interval
+
+EDGES = (0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
+CLOCK_TARGET_S = 60
+PLACES_MIN = 50
+"""Below, no threshold is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """`change`, `threshold` and `bins` are None without both rounds on held-out files."""
+
+    view: OnlineView
+    phases: Phases
+    versions: tuple[int, int]
+    tries: int
+    change: "Change | None"
+    break_even: float
+    thresholds: "tuple[Interval, Interval] | None"
+    bins: "tuple[list[Bin], list[Bin]] | None"
+
+
+async def gather(bus: Bus, where: Place) -> Online | None:
+    """None for a run without live suggestions."""
+    import asyncio
+
+    view = await online_view.view(bus, where.settings.run.name)
+    if not view.answers:
+        return None
+    before, after = (measure.read(where.home, name) for name in ("before", "after"))
+    return await asyncio.to_thread(_found, view, phases_of(where.home), before, after)
+
+
+def _found(
+    view: OnlineView,
+    phases: Phases,
+    before: measure.Measured | None,
+    after: measure.Measured | None,
+) -> Online:
+    if before is None or after is None or len(before.tries) != len(after.tries):
+        return Online(view, phases, (0, 0), 0, None, before.break_even if before else 0.25, None, None)
+    from headrace.producers import figures
+
+    accept = _by_place(before, "accepted")
+    shares = [_by_place(side, "shown") for side in (before, after)]
+    # What is accepted at a place is known where the version before showed something there.
+    places = [place for place in accept if place in shares[1]]
+    chances = [accept[place] for place in places]
+    shown = [[share[place] for place in places] for share in shares]
+    try:
+        change = figures.change(before.tries, after.tries)  # type: ignore[arg-type]  # the same fields
+    except ConfigError:  # one of them shows nothing
+        change = None
+    thresholds = None
+    if len(places) >= PLACES_MIN:
+        thresholds = figures.threshold(chances, shown[0]), figures.threshold(chances, shown[1])
+    return Online(
+        view,
+        phases,
+        (before.version, after.version),
+        len(before.tries),
+        change,
+        before.break_even,
+        thresholds,
+        (figures.bins(chances, shown[0], EDGES), figures.bins(chances, shown[1], EDGES)) if places else None,
+    )
+
+
+def _by_place(side: measure.Measured, what: str) -> dict[str, float]:
+    """Mean over the tries of each place; `accepted` over those that showed something."""
+    values: dict[str, list[float]] = {}
+    for item in side.again:
+        if what == "shown" or item.shown:
+            values.setdefault(item.name, []).append(float(getattr(item, what)))
+    return {place: sum(found) / len(found) for place, found in values.items()}
+
+
+def lines(found: Online) -> list[str]:
+    """The table at the end of an online demo."""
+    view = found.view
+    trained, taken = view.admitted, view.consumed
+    first, last = found.versions
+    told = [
+        f"live: {len(view.answers):,} suggestions asked for, {taken['live']:,} read by the trainer, "
+        f"{trained['live']:,} trained beside {trained['sim']:,} groups in {view.steps} steps",
+        "",
+    ]
+    if found.change is not None:
+        told += [
+            f"held-out files, the same {found.tries:,} places and users, weights v{first} -> v{last}:",
+            *_measured(found, found.change),
+            "",
+        ]
+    told += _times(found)
+    if found.phases.planted:
+        told += ["", *_planted(found)]
+    else:
+        told += _revoked(found)
+    return told
+
+
+def _measured(found: Online, change: "Change") -> list[str]:
+    """The brackets hold 95 % intervals."""
+    before, after = change.before, change.after
+    told = [
+        f"  shown per request   {_percent(before.shown)} -> {_percent(after.shown)}: "
+        f"{_relative(change.fewer, -1)}",
+        f"  accepted of shown   {_percent(before.accepted)} -> {_percent(after.accepted)}: "
+        f"{_relative(change.higher)}",
+        f"  reward per request  {before.reward.value:+.3f} -> {after.reward.value:+.3f}: "
+        f"{change.reward.value:+.3f} [{change.reward.low:+.3f}, {change.reward.high:+.3f}]",
+    ]
+    if found.thresholds is not None:
+        ours, theirs = map(_chance, found.thresholds)
+        told.append(
+            f"  shows from a chance of an accept of {ours} -> {theirs}; it pays from "
+            f"{100 * found.break_even:.0f} %"
+        )
+    return told
+
+
+def _percent(interval: "Interval") -> str:
+    return f"{100 * interval.value:.1f} %"
+
+
+def _relative(interval: "Interval", sign: int = 1) -> str:
+    low, high = sorted((sign * interval.low, sign * interval.high))
+    return f"{100 * sign * interval.value:+.1f} % of it [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _chance(interval: "Interval") -> str:
+    """A threshold outside 0 to 1 is none: it shows everywhere, or nowhere."""
+    if interval.value <= 0:
+        return "0 % (it shows everywhere)"
+    if interval.value >= 1:
+        return "100 % (it shows nowhere)"
+    low, high = max(0.0, interval.low), min(1.0, interval.high)
+    return f"{100 * interval.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def _times(found: Online) -> list[str]:
+    view, phases = found.view, found.phases
+    clock = view.clock_ms()
+    rows = (
+        (
+            f"accept -> weights trained on it served, s (target {CLOCK_TARGET_S})",
+            sorted(served for served, _ in clock),
+            1000.0,
+        ),
+        (
+            "accept -> first suggestion of such weights, s",
+            sorted(made for _, made in clock if made is not None),
+            1000.0,
+        ),
+        ("live lane with rollouts beside it, ms", view.latencies_ms(*phases.with_rollouts), 1.0),
+        ("live lane without rollouts, ms", view.latencies_ms(*phases.without_rollouts), 1.0),
+    )
+    width = max(len(name) for name, _, _ in rows)
+    return [
+        f"{name:<{width}}  p50 {_over(quantile(values, 0.5), unit)}  p99 {_over(quantile(values, 0.99), unit)}"
+        f"  of {len(values):,}"
+        for name, values, unit in rows
+    ]
+
+
+def _over(value: int | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.1f}" if unit > 1 else str(value)
+
+
+def _planted(found: Online) -> list[str]:
+    """What became of the bad version that was planted."""
+    view, version = found.view, found.phases.planted_version
+    name = f"planted: {found.phases.planted}"
+    if version is None:
+        return [f"{name}: the run ended before a version was published with it"]
+    met = [e for e in view.exposures.values() if e.version == version]
+    revoked = next(
+        ((at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version == version),
+        None,
+    )
+    if revoked is None:
+        return [f"{name} as version {version}: NOT taken back; {len(met):,} suggestions were made by it"]
+    at_ms, record = revoked
+    late = sum(live.version == version and live.at_ms > at_ms for live in view.answers)
+    return [
+        f"{name} as version {version}: taken back by {record.by}; {len(met):,} suggestions were made by it, "
+        f"{late} of them after that",
+        f"evidence: {record.evidence}",
+    ]
+
+
+def _revoked(found: Online) -> list[str]:
+    return [
+        f"version {record.version} was taken back by {record.by}: {record.evidence}"
+        for _, record in found.view.decisions
+        if isinstance(record, WeightsRevoked)
+    ]
+
+
+def document(found: Online) -> dict[str, Any]:
+    """The same for `--json`."""
+    import msgspec
+
+    clock = found.view.clock_ms()
+    return {
+        "suggestions": len(found.view.answers),
+        "admitted": dict(found.view.admitted),
+        "consumed": dict(found.view.consumed),
+        "change": msgspec.to_builtins(found.change) if found.change else None,
+        "break_even": found.break_even,
+        "thresholds": msgspec.to_builtins(found.thresholds) if found.thresholds else None,
+        "clock_ms": {
+            "accepts": len(clock),
+            "p50": quantile(sorted(served for served, _ in clock), 0.5),
+            "p99": quantile(sorted(served for served, _ in clock), 0.99),
+        },
+        "latency_ms": {
+            name: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99), "of": len(values)}
+            for name, values in (
+                ("with_rollouts", found.view.latencies_ms(*found.phases.with_rollouts)),
+                ("without_rollouts", found.view.latencies_ms(*found.phases.without_rollouts)),
+            )
+        },
+        "by_version": {
+            version: {
+                "asked": shown.asked,
+                "shown": shown.shown,
+                "silent": shown.silent,
+                "accept_rate": shown.accept_rate,
+                "reward": shown.reward_each,
+            }
+            for version, shown in found.view.by_version().items()
+        },
+        "planted": found.phases.planted,
+        "planted_version": found.phases.planted_version,
+        "revoked": [r.version for _, r in found.view.decisions if isinstance(r, WeightsRevoked)],
+    }
+
+
+def curves(found: Online, bins_max: int = 24) -> list[tuple[float, float, float]]:
+    """(mean version, shown share, accept rate) over stretches of versions with about as many suggestions
+    each."""
+    versions = list(found.view.by_version().items())
+    wanted = max(1, sum(shown.asked for _, shown in versions) // bins_max)
+    points: list[tuple[float, float, float]] = []
+    part: list[tuple[int, online_view.Shown]] = []
+    for item in versions:
+        part.append(item)
+        if sum(shown.asked for _, shown in part) >= wanted:
+            points.append(_point(part))
+            part = []
+    return points + ([_point(part)] if part else [])
+
+
+def _point(part: Sequence[tuple[int, online_view.Shown]]) -> tuple[float, float, float]:
+    asked = sum(shown.asked for _, shown in part)
+    seen = sum(shown.shown for _, shown in part)
+    mean = sum(version * shown.asked for version, shown in part) / asked
+    return mean, seen / asked, sum(shown.accepted for _, shown in part) / max(seen, 1)
