@@ -1,0 +1,12 @@
+"""An editor plug-in reports that its user accepted a suggestion: python publish_accept.py http://HOST:PORT"""
+
+import sys
+from pathlib import Path
+
+from headrace.producers.client import FeedbackClient
+
+gateway, buffer = sys.argv[1], Path.home() / ".cache" / "my-plugin" / "feedback.db"
+with FeedbackClient(gateway, buffer=buffer, user="ada", client="my-plugin/1.0") as client:
+    client.publish(suggestion_id="demo-live-7", kind="shown")
+    client.publish(suggestion_id="demo-live-7", kind="accepted", accepted_length=31)
+# Both are in the file when `publish` returns, and leave it when the gateway has answered for them.
