@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -39,7 +40,7 @@ from headrace.store.blobs import GRACE_MS, Blobs
 from headrace.trainer import checkpoint, provenance
 from headrace.trainer.config import StepSettings, TrainerConfig
 from headrace.trainer.learner import Cancelled
-from headrace.trainer.state import State
+from headrace.trainer.state import State, published
 from headrace.trainer.step import run_step
 from headrace.wire.codec import encode
 from headrace.wire.records import Checkpoint, Record, WeightsPublished
@@ -54,6 +55,10 @@ SOURCES = (EXPERIENCE.name, EXPERIENCE_LIVE.name)
 """Topics that a step consumes."""
 
 
+Announced = Callable[[int, Weights], Weights | None]
+"""Version and weights (float32, bf16-exact) to those that are announced in their place; None: themselves."""
+
+
 async def run(
     bus: Bus,
     run: RunConfig,
@@ -64,15 +69,19 @@ async def run(
     seed: tuple[ModelConfig, Weights] | None = None,
     clock: Clock | None = None,
     grace_ms: int = GRACE_MS,
+    announced: Announced | None = None,
 ) -> None:
     """Trains until step `run.steps_max` is in the ledger or `stop` is set.
 
-    `seed`: the shipped model if None. Raises Fenced when another trainer of the run has started, OffsetGone
-    when unread experience has left the log, TrainingError (a step can't be computed, or not computed again),
-    BusUnavailable and StoreUnavailable when they stay away for longer than `outage_ms_max`.
+    `seed`: the shipped model if None. `announced`: for rehearsals of a bad release.
+
+    Raises Fenced when another trainer of the run has started, OffsetGone when unread experience has left the
+    log, TrainingError (a step can't be computed, or not computed again), BusUnavailable and StoreUnavailable
+    when they stay away for longer than `outage_ms_max`.
     """
     with ThreadPoolExecutor(1, "trainer", _prepare_torch, (config.threads,)) as executor:
         trainer = _Trainer(bus, run, config, blobs, stop, executor, clock or SystemClock(), grace_ms)
+        trainer.announced = announced
         try:
             await trainer.prepare(seed)
             async with step_runner(config, trainer.compute) as trainer.run_step:
@@ -120,6 +129,9 @@ class _Trainer:
         self.run_step: RunStep = run_step
         self._away_since_s: float | None = None
         self._commit_s = 0.0
+        self.announced: Announced | None = None
+        self._other: int | None = None
+        """The last version announced with other weights: no delta leads from those to the next."""
 
     @property
     def state_step(self) -> int:
@@ -291,7 +303,12 @@ class _Trainer:
 
     async def _store_version(self, state: State, previous: State) -> WeightsPublished:
         full_every = self._config.full_every
-        packed = await self.compute(lambda: publishing.pack(state, previous, full_every=full_every))
+        base = None if self._other == previous.version else previous
+        other = self.announced(state.version, published(state.masters)) if self.announced else None
+        if other is not None:
+            self._other, base = state.version, None
+            state = replace(state, masters=other, root=weights_root(other))
+        packed = await self.compute(lambda: publishing.pack(state, base, full_every=full_every))
         return await publishing.store(
             self._blobs, packed, run_name=self._run.name, now_ms=self._clock.now_ms()
         )

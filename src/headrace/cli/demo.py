@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.cli import options, report
+from headrace.cli import options, planting, report
 from headrace.cli import settings as tree
 from headrace.cli.options import Place
 from headrace.errors import ConfigError
@@ -28,7 +28,6 @@ DETAIL = """The run's directory holds its log, weights, process logs and report;
 Exit code 0 when the report is written; 130 or 143 when interrupted; 10 when a process died."""
 
 
-PLANTS = ("broken-weights", "nan", "always-shows", "never-shows")
 ONLINE_FILE = Path(__file__).resolve().parents[3] / "configs" / "online.toml"
 
 
@@ -46,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plant",
-        choices=PLANTS,
+        choices=planting.KINDS,
         help="with --online: publish such weights in mid-run, for the canary to take back",
     )
     options.run_arguments(parser)
@@ -84,6 +83,9 @@ def _settled(args: argparse.Namespace) -> Place:
     if args.workers is not None:
         demo = msgspec.structs.replace(demo, workers=args.workers)
     settings = msgspec.structs.replace(where.settings, run=run, demo=demo)
+    if args.plant:
+        release = msgspec.structs.replace(settings.release, mode="gradual")
+        settings = msgspec.structs.replace(settings, release=release)
     return Place(settings, where.run_dir)
 
 

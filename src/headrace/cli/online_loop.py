@@ -9,12 +9,13 @@ The times of the phases are written to `DIR/measures/phases.json`. Not here: the
 """
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
 import msgspec
 
-from headrace.cli import measure
+from headrace.cli import measure, planting
 from headrace.cli.loop import ROUND_S, Loop
 from headrace.errors import ConfigError
 
@@ -29,7 +30,7 @@ class Phases(msgspec.Struct, kw_only=True):
     with_rollouts: tuple[int, int] = (0, 0)
     without_rollouts: tuple[int, int] = (0, 0)
     planted: str = ""
-    planted_version: int | None = None
+    """What was announced in mid-run, in place of what was learned."""
 
 
 def phases_of(home: Path) -> Phases:
@@ -83,10 +84,38 @@ class OnlineLoop(Loop):
     async def _train(self, first_step: int, steps: int | None) -> bool:
         await self._crew.start("editors", "editors")
         began = _now_ms()
-        if not await super()._train(first_step, steps):
-            return False
+        planting_ = asyncio.ensure_future(self._plant(first_step, steps))
+        try:
+            if not await super()._train(first_step, steps):
+                return False
+        finally:
+            planting_.cancel()
+            await asyncio.gather(planting_, return_exceptions=True)
+            (self._where.home / planting.ORDER_FILE).unlink(missing_ok=True)
         self._phases.with_rollouts = (began + round(WARM_S * 1000), _now_ms())
         return await self._alone()
+
+    async def _plant(self, first_step: int, steps: int | None) -> None:
+        """Half-way bad weights are announced, until the canary takes one of them back."""
+        if not self.plant:
+            return
+        half = first_step + max(1, (steps or 0) // 2)
+        begun = await self._until(lambda: self.view.step > first_step, math.inf, "a first training step")
+        if steps is None:
+            await asyncio.sleep(30.0 * self._where.settings.demo.minutes)
+        if not begun or not await self._until(lambda: self.view.step >= half, math.inf, "half of the steps"):
+            return
+        order = self._where.home / planting.ORDER_FILE
+        order.touch()
+        self._screen.phase(f"training: {self.plant} announced from now on, until the canary takes it back")
+
+        def taken() -> list[int]:
+            return sorted(set(planting.planted(self._where.home)) & set(self.view.revoked))
+
+        if await self._until(lambda: bool(taken()), math.inf, "the canary to take it back"):
+            order.unlink(missing_ok=True)
+            versions = ", ".join(map(str, taken()))
+            self._screen.phase(f"training: version {versions} taken back; good weights again")
 
     async def _alone(self) -> bool:
         """Editors without rollouts, for as long as `demo.alone_s` says."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.bus.protocol import Bus
-from headrace.cli import measure, online_view
+from headrace.cli import measure, online_view, planting
 from headrace.cli.online_loop import Phases, phases_of
 from headrace.cli.online_view import OnlineView, quantile
 from headrace.cli.options import Place
@@ -31,6 +31,7 @@ class Online:
 
     view: OnlineView
     phases: Phases
+    planted: list[int]
     versions: tuple[int, int]
     tries: int
     change: "Change | None"
@@ -47,17 +48,19 @@ async def gather(bus: Bus, where: Place) -> Online | None:
     if not view.answers:
         return None
     before, after = (measure.read(where.home, name) for name in ("before", "after"))
-    return await asyncio.to_thread(_found, view, phases_of(where.home), before, after)
+    bad = planting.planted(where.home)
+    return await asyncio.to_thread(_found, view, phases_of(where.home), bad, before, after)
 
 
 def _found(
     view: OnlineView,
     phases: Phases,
+    bad: list[int],
     before: measure.Measured | None,
     after: measure.Measured | None,
 ) -> Online:
     if before is None or after is None or len(before.tries) != len(after.tries):
-        return Online(view, phases, (0, 0), 0, None, before.break_even if before else 0.25, None, None)
+        return Online(view, phases, bad, (0, 0), 0, None, before.break_even if before else 0.25, None, None)
     from headrace.producers import figures
 
     accept = _by_place(before, "accepted")
@@ -76,6 +79,7 @@ def _found(
     return Online(
         view,
         phases,
+        bad,
         (before.version, after.version),
         len(before.tries),
         change,
@@ -176,8 +180,8 @@ def _times(found: Online) -> list[str]:
     )
     width = max(len(name) for name, _, _ in rows)
     return [
-        f"{name:<{width}}  p50 {_over(quantile(values, 0.5), unit)}  p99 {_over(quantile(values, 0.99), unit)}"
-        f"  of {len(values):,}"
+        f"{name:<{width}}  p50 {_over(quantile(values, 0.5), unit)}"
+        f"  p99 {_over(quantile(values, 0.99), unit)}  of {len(values):,}"
         for name, values, unit in rows
     ]
 
@@ -187,23 +191,21 @@ def _over(value: int | None, unit: float) -> str:
 
 
 def _planted(found: Online) -> list[str]:
-    """What became of the bad version that was planted."""
-    view, version = found.view, found.phases.planted_version
+    """What became of the bad versions."""
+    view, bad = found.view, set(found.planted)
     name = f"planted: {found.phases.planted}"
-    if version is None:
-        return [f"{name}: the run ended before a version was published with it"]
-    met = [e for e in view.exposures.values() if e.version == version]
-    revoked = next(
-        ((at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version == version),
-        None,
-    )
-    if revoked is None:
-        return [f"{name} as version {version}: NOT taken back; {len(met):,} suggestions were made by it"]
-    at_ms, record = revoked
-    late = sum(live.version == version and live.at_ms > at_ms for live in view.answers)
+    if not bad:
+        return [f"{name}: the run ended before a version was announced with it"]
+    back = [(at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version in bad]
+    made = [live for live in view.answers if live.version in bad]
+    versions = f"{name} as version {', '.join(map(str, sorted(bad)))}"
+    if not back:
+        return [f"{versions}: NOT taken back; {len(made):,} suggestions were made by it"]
+    at_ms, record = back[0]
+    before = sum(live.at_ms <= at_ms for live in made)
     return [
-        f"{name} as version {version}: taken back by {record.by}; {len(met):,} suggestions were made by it, "
-        f"{late} of them after that",
+        f"{versions}: version {record.version} taken back by {record.by} after {before:,} suggestions, "
+        f"{len(made) - before:,} came later",
         f"evidence: {record.evidence}",
     ]
 
@@ -251,7 +253,7 @@ def document(found: Online) -> dict[str, Any]:
             for version, shown in found.view.by_version().items()
         },
         "planted": found.phases.planted,
-        "planted_version": found.phases.planted_version,
+        "planted_versions": found.planted,
         "revoked": [r.version for _, r in found.view.decisions if isinstance(r, WeightsRevoked)],
     }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace import log
-from headrace.cli import options
+from headrace.cli import options, planting
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
@@ -43,6 +43,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
             default=[],
             help="an inference server; repeatable (default: those of the run directory)",
         )
+    if command == "trainer":
+        parser.add_argument("--plant", choices=planting.KINDS, help=argparse.SUPPRESS)
     options.run_arguments(parser)
 
 
@@ -156,7 +158,13 @@ async def _trainer(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
     async with options.opened(where) as bus:
         settings = where.settings
         await training.run(
-            bus, settings.run, settings.trainer, blobs(where), stop, grace_ms=settings.store.grace_ms
+            bus,
+            settings.run,
+            settings.trainer,
+            blobs(where),
+            stop,
+            grace_ms=settings.store.grace_ms,
+            announced=planting.planter(args.plant, where.home) if args.plant else None,
         )
 
 

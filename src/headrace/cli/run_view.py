@@ -77,6 +77,8 @@ class RunView:
     steps: list[StepPoint] = field(default_factory=list)
     version: int | None = None
     """Newest announced version."""
+    revoked: list[int] = field(default_factory=list)
+    """Versions that were taken back from live users."""
     replicas: dict[str, r.WeightsAck] = field(default_factory=dict)
     rounds: dict[tuple[str, str, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """By (round, mode, version)."""
@@ -106,6 +108,8 @@ class RunView:
                 self._step(record)
             case r.WeightsPublished():
                 self.version = record.version
+            case r.WeightsRevoked():
+                self.revoked.append(record.version)
             case r.WeightsAck() if record.outcome == "serving":
                 self.replicas[f"{record.region}/{record.replica}"] = record
             case r.Evaluation():
