@@ -123,7 +123,11 @@ def test_own_log_with_code_and_forget(place: GatewayProcess, tmp_path: Path) -> 
 def test_what_is_not_acknowledged_waits(place: GatewayProcess, tmp_path: Path) -> None:
     """With nobody at the address the command says so and keeps the event; the next command sends it."""
     buffer = ("--buffer", str(tmp_path / "b.db"), "--event-id")
-    code = "import headrace.cli.feedback as f, headrace.cli as c, sys; f.FLUSH_S = 0.2; sys.exit(c.main(sys.argv[1:]))"
+    code = (
+        "import headrace.cli, headrace.cli.feedback as f, sys\n"
+        "f.FLUSH_S = 0.2\n"
+        "sys.exit(headrace.cli.main(sys.argv[1:]))"
+    )
     words = ("feedback", "send", "s-2", "shown", *buffer)
     done = ran(tmp_path, sys.executable, "-c", code, *words, "late-1", "--gateway", "http://127.0.0.1:9")
     assert done.returncode == 11
