@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _settled(args: argparse.Namespace) -> Place:
     """The run's place, with a name of its own and what this demo was told."""
+    from headrace.cli import online_loop
+
     named = "run.name" in args.dotted or (args.run_dir / tree.RUN_FILE).is_file() or args.config
     if args.online and not (args.run_dir / tree.RUN_FILE).is_file():
         args.config = [ONLINE_FILE, *args.config]
@@ -83,6 +85,10 @@ def _settled(args: argparse.Namespace) -> Place:
     if args.workers is not None:
         demo = msgspec.structs.replace(demo, workers=args.workers)
     settings = msgspec.structs.replace(where.settings, run=run, demo=demo)
+    if args.online and demo.silence_share and not settings.trainer.start_from:
+        start = str(args.run_dir / online_loop.START_FILE)
+        trainer = msgspec.structs.replace(settings.trainer, start_from=start)
+        settings = msgspec.structs.replace(settings, trainer=trainer)
     if args.plant:
         release = msgspec.structs.replace(settings.release, mode="gradual")
         settings = msgspec.structs.replace(settings, release=release)

@@ -113,6 +113,11 @@ class Loop:
             await self._crew.start(f"rollouts-{number}", "rollouts")
         return True
 
+    def _feeding(self) -> tuple[str, ...]:
+        """What starts the flow. A few steps show no curve, so the small held-out rounds would only cost
+        time."""
+        return ("prompts",) if self._quick else ("prompts", "watch")
+
     def _told(self, name: str) -> tuple[str, ...]:
         """More words on the command line of a process."""
         return ()
@@ -150,8 +155,7 @@ class Loop:
             lambda: bool(self.view.replicas), self._where.settings.demo.ready_s, "a replica that serves"
         ):
             return False
-        # A few steps show no curve, so the small held-out rounds would only cost time.
-        for name in ("prompts",) if self._quick else ("prompts", "watch"):
+        for name in self._feeding():
             await self._crew.start(name, name)
         trainer = self._crew.children["trainer"].ended  # it ends by itself at `run.steps_max`
         if not await self._until(

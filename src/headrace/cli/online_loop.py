@@ -20,6 +20,7 @@ from headrace.cli.loop import ROUND_S, Loop
 from headrace.errors import ConfigError
 
 PHASES_FILE = "phases.json"
+START_FILE = "start.ckpt"
 WARM_S = 5.0
 """At the start of a phase: what was asked before it still comes."""
 
@@ -52,13 +53,26 @@ class OnlineLoop(Loop):
 
     async def _start(self) -> bool:
         self._phases = Phases(planted=self.plant)
-        if not await super()._start():
+        if not (await self._silence() and await super()._start()):
             return False
         await self._crew.start("gateway", "gateway")
         await self._crew.start("feedback-join", "feedback-join")
         if self._where.settings.release.mode == "gradual":
             await self._crew.start("canary", "canary")
         return True
+
+    async def _silence(self) -> bool:
+        """A new run begins with a seed that is able to stay silent."""
+        start, run_file = self._where.settings.trainer.start_from, self._where.home / START_FILE
+        if start != str(run_file) or self.view.version is not None or run_file.is_file():
+            return True
+        self._screen.phase("preparing the start: a seed that is able to stay silent")
+        await self._crew.start("silence", "silence", str(run_file))
+        return await self._crew.finish("silence", deadline_s=ROUND_S, stop=self._stop)
+
+    def _feeding(self) -> tuple[str, ...]:
+        """No small rounds beside: the cores belong to the users."""
+        return ("prompts",)
 
     def _told(self, name: str) -> tuple[str, ...]:
         return ("--plant", self.plant) if self.plant and name == "trainer" else ()

@@ -55,6 +55,10 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     trials: int = 2000
     """Of an online demo: suggestions asked for before and after, on files that nobody trains on."""
     trials_quick: int = 200
+    """The same, in a demo of few steps."""
+    silence_share: float = 0.0
+    """Of an online demo: first tokens that are silence in the seed it begins with; 0: the seed as it is, which
+    never is silent."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
