@@ -18,6 +18,7 @@ from headrace.wire.records import Record, WeightsPromoted, WeightsPublished, Wei
 Floats = NDArray[np.float64]
 BLOCK: Final = 20
 """Exposures of the canary between two looks."""
+STABLE_FACTOR: Final = 10
 ACCEPTED, REJECTED = 0.75, -0.25
 
 
@@ -105,9 +106,11 @@ def release(rng: Generator, world: World, model: Model, config: CanaryConfig) ->
 
 
 def expose(rng: Generator, sides: tuple[Side, Side], trial: Trial, model: Model) -> None:
-    """`BLOCK` exposures of the canary, and as many of the stable side as its share has meanwhile."""
+    """`BLOCK` exposures of the canary, and as many of the stable side as its share has meanwhile, up to
+    `STABLE_FACTOR` times as many: more would change little but the time it takes."""
     _tell(rng, sides[0], trial.canary_side, model, BLOCK)
-    _tell(rng, sides[1], trial.stable_side, GOOD, round(BLOCK * (1 - trial.share) / trial.share))
+    factor = min(STABLE_FACTOR, (1 - trial.share) / trial.share)
+    _tell(rng, sides[1], trial.stable_side, GOOD, round(BLOCK * factor))
 
 
 def _side(rng: Generator, world: World, share: float) -> Side:
