@@ -57,8 +57,8 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     trials_quick: int = 200
     """The same, in a demo of few steps."""
     silence_share: float = 0.0
-    """Of an online demo: first tokens that are silence in the seed it begins with; 0: the seed as it is, which
-    never is silent."""
+    """Of an online demo: first tokens that are silence in the seed it begins with; 0: the seed as it is,
+    which never is silent."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
