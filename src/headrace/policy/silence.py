@@ -36,8 +36,8 @@ EMBEDDING: Final = "embed"
 MARK: Final = "<|text|>"
 SILENT: Final = "<|silent|>"
 PREFILL: Final = 32  # prompts in one prefill
-BATCH: Final = 24  # places in a step of the gradient
-RATE: Final = 0.05  # of Adam, on rows whose norm is about 1
+BATCH: Final = 16  # places in a step of the gradient
+RATE: Final = 0.06  # of Adam, on rows whose norm is about 1
 NEVER: Final = -6.0
 """The most that the log-probability of silence should be where it has no place: 0.25 %."""
 NEVER_WEIGHT: Final = 3.0
@@ -72,7 +72,7 @@ def prepare(
     *,
     share: float,
     temperature: float,
-    steps: int = 240,
+    steps: int = 120,
     seed: int = 0,
 ) -> Fit:
     """A start from which about `share` of the editors' requests at `temperature` is answered with silence.
@@ -119,7 +119,8 @@ def states(weights: Weights, model: ModelConfig, prompts: Sequence[Sequence[int]
         for prefix in decoder.prefill(weights, [list(prompt) for prompt in prompts[start : start + PREFILL]])
     ]
     inverse_CV = torch.linalg.pinv(weights[EMBEDDING].double())
-    return (torch.stack(scores).double() @ inverse_CV.T).float()
+    state_PC: Tensor = torch.stack(scores).double() @ inverse_CV.T
+    return state_PC.float()
 
 
 def _fitted(
