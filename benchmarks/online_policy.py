@@ -1,0 +1,261 @@
+"""Online reinforcement learning from simulated editors, in one process: does the policy learn when to show?
+
+The real engine samples, the real feedback join's rules judge, the real trainer learns; only the log between
+them is left out (`headrace demo --online` has it). Before and after are measured on packages that were never
+trained on, on the same trials. Then the same start is trained under another pair of rewards: the chance of an
+accept at which it begins to show should move with the break-even, reject / (reject - accept).
+
+    python -m benchmarks.online_policy [--steps N] [--start FILE]
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.page import header, table
+from headrace.inference.config import InferenceConfig
+from headrace.inference.replica import Replica
+from headrace.inference.weights import ServedWeights
+from headrace.kernels import invariant
+from headrace.policy import checkpoint, dialogue, silence, tree
+from headrace.policy.model import ModelConfig, Weights
+from headrace.policy.tokenizer import Tokenizer
+from headrace.producers import figures, measure, open_files
+from headrace.producers.config import EditorsConfig
+from headrace.producers.figures import Change
+from headrace.producers.measure import Answer, Result, Trial
+from headrace.streams.suggestion import Rewards, Signals
+from headrace.trainer import sequence
+from headrace.trainer.admission import Unit
+from headrace.trainer.advantage import baseline
+from headrace.trainer.config import TrainerConfig
+from headrace.trainer.learner import learn
+from headrace.trainer.state import fresh, published
+from headrace.wire.packed import pack_f32, pack_u32
+from headrace.wire.records import Feedback, Rollout, RolloutStep
+
+FLICKER_MS = 100
+PAIRS = ((0.75, -0.25), (0.5, -0.5))
+EDGES = (0.0, 0.05, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)
+EDITORS = EditorsConfig(
+    function_tokens_max=60,
+    kinds={
+        "operator": 6.0,
+        "constant": 5.0,
+        "name": 1.5,
+        "expression": 2.0,
+        "attribute": 2.0,
+        "argument": 0.5,
+    },
+)
+TRAINER = TrainerConfig(lr=5e-5)
+START_SHARE = 0.15
+START_PLACES = 384
+
+
+def judge(rewards: Rewards) -> measure.Judge:
+    """The feedback join's rules, with every event in time."""
+
+    def of(events: Sequence[Feedback], text_length: int) -> tuple[float, float | None]:
+        signals = Signals()
+        for event in events:
+            at_ms = event.editor_ms
+            signals.add(event, at_ms, text_length=text_length, flicker_ms=FLICKER_MS)
+        outcome = signals.outcome(text_length, rewards)
+        return outcome.share, outcome.reward
+
+    return of
+
+
+def unit(answer: Answer, advantage: float, model: ModelConfig, temperature: float) -> Unit:
+    """As the trainer admits it."""
+    completion = answer.completion
+    prompt = answer.prompt
+    step = RolloutStep(
+        run="benchmark",
+        group_id=answer.trial.name,
+        member=0,
+        attempt=1,
+        step=0,
+        last=True,
+        source="live",
+        base_length=0,
+        prefix_length=len(prompt),
+        tokens_in=pack_u32(prompt),
+        tokens_out=pack_u32(completion.tokens),
+        logp=pack_f32(completion.logp),
+        loss_mask=b"\1" * len(completion.tokens),
+        spans=completion.spans,
+        weights_version=completion.weights_version,
+        routes=completion.routes,
+        routes_shape=completion.routes_shape,
+        finish="stop",
+        temperature=temperature,
+        started_ms=0,
+        ended_ms=0,
+    )
+    rollout = Rollout(member=0, attempt=1, steps=(step,), components={}, reward=0.0)
+    return Unit(
+        group_id=step.group_id,
+        place=step.group_id,
+        env="live",
+        source="live",
+        sequences=(sequence.sequence_of(rollout, model),),
+        advantages=(advantage,),
+    )
+
+
+class World:
+    """What both sides of the comparison share."""
+
+    def __init__(self, start: Path | None) -> None:
+        self.model, seed, self.codec = checkpoint.load_seed()
+        self.train, self.heldout = (
+            open_files.functions(
+                names,
+                self.codec,
+                tokens_min=EDITORS.function_tokens_min,
+                tokens_max=EDITORS.function_tokens_max,
+            )
+            for names in (EDITORS.distributions, EDITORS.heldout)
+        )
+        self.start = checkpoint.load(start) if start else self._prepared(seed)
+
+    def _prepared(self, seed: Weights) -> Weights:
+        places = open_files.cursors(self.train, EDITORS.kinds, random.Random(0))
+        known = [
+            silence.Place(cursor.prefix, cursor.suffix, cursor.wanted)
+            for _, cursor in zip(range(START_PLACES), places, strict=False)
+        ]
+        return silence.prepare(
+            seed, self.model, self.codec, known, share=START_SHARE, temperature=EDITORS.temperature
+        ).weights
+
+    async def measured(
+        self, weights: Weights, trials: Sequence[Trial], judged: measure.Judge
+    ) -> list[Result]:
+        async with Replica(self.model, InferenceConfig()) as replica:
+            await replica.install(ServedWeights(version=0, root="measured", tensors=weights))
+            answers = await measure.ask(replica, trials, EDITORS, self.codec, run="benchmark")
+        return [measure.result(answer, judged) for answer in answers]
+
+    def heldout_trials(self, count: int) -> list[Trial]:
+        return measure.trials(self.heldout, EDITORS, count=count, seed=7, name="held")
+
+
+async def practice(world: World, judged: measure.Judge, steps: int, batch: int) -> Weights:
+    """The weights after `steps` steps on `batch` suggestions each, of the training packages."""
+    state, mean = fresh(world.start, {}), None
+    async with Replica(world.model, InferenceConfig()) as replica:
+        for step in range(steps):
+            weights = published(state.masters)
+            await replica.install(ServedWeights(version=step, root=f"step {step}", tensors=weights))
+            trials = measure.trials(world.train, EDITORS, count=batch, seed=1000 + step, name=f"step-{step}")
+            answers = await measure.ask(replica, trials, EDITORS, world.codec, run="benchmark")
+            told = [(answer, measure.result(answer, judged)) for answer in answers]
+            kept = [(answer, found.reward) for answer, found in told if found.shown or found.silent]
+            rewards = [reward for _, reward in kept]
+            against = sum(rewards) / len(rewards) if mean is None else mean
+            units = [
+                unit(answer, reward - against, world.model, EDITORS.temperature) for answer, reward in kept
+            ]
+            mean = baseline(mean, rewards, TRAINER.baseline_rate)
+            learned = learn(
+                replace(state, step=step), units, model=world.model, config=TRAINER, cancelled=lambda: False
+            )
+            state = learned.state
+            shown = sum(found.shown for _, found in told) / batch
+            print(f"step {step + 1}/{steps} shown {shown:.2f} reward {sum(rewards) / batch:+.3f}", flush=True)
+    return published(state.masters)
+
+
+@torch.no_grad()
+def chances(
+    weights: Weights, model: ModelConfig, codec: Tokenizer, trials: Sequence[Trial]
+) -> tuple[list[float], list[float]]:
+    """Of each trial: the chance that what would be shown is accepted, and the share in which something is
+    shown; from the policy's own probabilities, exactly but for what people accept in part."""
+    silent = codec.special[silence.SILENT]
+    accept, show = [], []
+    for start in range(0, len(trials), 32):
+        some = trials[start : start + 32]
+        groups = [
+            tree.Group(
+                dialogue.suggestion_prompt_tokens(codec, trial.cursor.prefix, trial.cursor.suffix),
+                [dialogue.suggestion_tokens(codec, trial.cursor.wanted), [silent]],
+            )
+            for trial in some
+        ]
+        for trial, (fill_T, silent_T) in zip(
+            some, tree.tree_logp(weights, model, groups, EDITORS.temperature).logp, strict=True
+        ):
+            shown = 1 - float(silent_T[0].exp())
+            right = min(1.0, float(fill_T.sum().exp()) / max(shown, 1e-6))
+            person, stands = trial.person, 1 - EDITORS.habits.undo
+            accept.append(stands * (right * person.accept_right + (1 - right) * person.accept_wrong))
+            show.append(shown)
+    return accept, show
+
+
+def rows_of(found: Change) -> list[list[object]]:
+    return [
+        ["suggestions shown per request", found.before.shown, found.after.shown],
+        ["accepted of those shown", found.before.accepted, found.after.accepted],
+        ["reward per request", found.before.reward, found.after.reward],
+    ]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--trials", type=int, default=960)
+    parser.add_argument("--start", type=Path, help="weights of an earlier --save-start")
+    parser.add_argument("--save-start", type=Path)
+    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="how many of the pairs of rewards")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    invariant.warm_up()
+    world = World(args.start)
+    if args.save_start:
+        checkpoint.save(args.save_start, world.start)
+    trials = world.heldout_trials(args.trials)
+    parts, thresholds = [], []
+    for accepted, rejected in PAIRS[: args.pairs]:
+        judged = judge(Rewards(accepted=accepted, rejected=rejected))
+        began_s = time.monotonic()
+        after = await practice(world, judged, args.steps, args.batch)
+        minutes = (time.monotonic() - began_s) / 60
+        results = [await world.measured(weights, trials, judged) for weights in (world.start, after)]
+        accept, show = chances(after, world.model, world.codec, trials)
+        thresholds.append(
+            [
+                f"{accepted:+g} / {rejected:+g}",
+                rejected / (rejected - accepted),
+                figures.threshold(accept, show),
+            ]
+        )
+        found = figures.change(*results)
+        text = f"## Rewards {accepted:+g} / {rejected:+g}\n\n{args.steps} steps of {args.batch} suggestions,"
+        text += f" {minutes:.1f} minutes of practice; {len(trials)} held-out trials.\n\n"
+        text += table(["", "before", "after"], rows_of(found)) + f"\nFewer suggestions: {found.fewer};"
+        text += f" accept rate higher by: {found.higher}; reward per request: {found.reward}.\n\n"
+        rows = [
+            [f"{b.low:g} to {b.high:g}", b.trials, round(b.accept, 3), round(b.show, 3)]
+            for b in figures.bins(accept, show, EDGES)
+        ]
+        parts.append(text + table(["chance of an accept", "trials", "its mean", "shown"], rows))
+    print(header("Online learning from simulated editors", "torch"))
+    print("\n".join(parts))
+    print("## The learned threshold\n")
+    print(table(["rewards", "break-even", "shown as often as not at"], thresholds))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
