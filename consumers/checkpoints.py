@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from headrace import failpoints, log
 from headrace.consumers import kept
@@ -28,6 +28,9 @@ from headrace.trainer.state import State
 from headrace.wire.records import Checkpoint, TrainStep
 
 _logger = logging.getLogger(__name__)
+
+DELETE_S: Final = 5.0
+"""How long the end of a run waits for the store to forget what the last record gave up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,11 @@ class Checkpoints:
         self._live = kept.live(steps)
         self._due = False
         self._writing: asyncio.Task[None] | None = None
+        self._only_deletes = False
         self._stored: Checkpoint | None = None
         """Durable, and named by no record yet."""
+        self._unneeded: list[str] = []
+        """Durable, and overtaken by the last step's before a record named it."""
         self._stored_s = 0.0
         self._spans: list[tuple[float, float]] = []
         self._began_s = 0.0
@@ -74,7 +80,12 @@ class Checkpoints:
         self._look()
         if last:
             await self._wait()
+            unneeded, self._stored = self._stored, None
             await self._write(state)
+            if self._stored is None:
+                self._stored = unneeded
+            elif unneeded is not None:
+                self._unneeded = [unneeded.uri]
         elif self._stored is not None and began_s - self._stored_s > self._named_within_s:
             self._stored, self._due = None, True
         pruned: tuple[int, ...] = ()
@@ -91,16 +102,17 @@ class Checkpoints:
         gave up, and to write what is due."""
         self._look()
         self._due |= state.step % self._config.checkpoint_every == 0
-        gone: list[str] = []
+        gone, self._unneeded = self._unneeded, []
         if naming.checkpoint is not None:
             assert naming.checkpoint.step is not None
             self._live[naming.checkpoint.step] = naming.checkpoint
-            gone = [self._live.pop(step).uri for step in naming.pruned]
+            gone += [self._live.pop(step).uri for step in naming.pruned]
             self._stored = None
         if self._writing is not None or self._stored is not None or not (gone or self._due):
             return
         due, self._due = self._due and state.step not in self._live, False
         self._began_s = time.monotonic()
+        self._only_deletes = not due
         self._writing = asyncio.create_task(self._beside(gone, state if due else None))
 
     def beside_s(self, since_s: float) -> float:
@@ -116,6 +128,8 @@ class Checkpoints:
 
     async def __aexit__(self, *_: object) -> None:
         if self._writing is not None:
+            if self._only_deletes:
+                await asyncio.wait({self._writing}, timeout=DELETE_S)
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
             self._writing = None
