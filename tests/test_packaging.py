@@ -16,6 +16,8 @@ CLIENT = (
     "headrace.bus",
     "headrace.bus.sqlite",
     "headrace.store",
+    "headrace.producers.client",
+    "headrace.producers.adapters.vscode",
 )
 HEAVY = ("torch", "numpy", "faust", "matplotlib", "tokenizers")
 
@@ -95,6 +97,6 @@ def test_the_command_line_runs_from_the_wheel(unpacked: Path, tmp_path: Path) ->
 
 
 def test_client_parts_need_nothing_heavy(unpacked: Path, tmp_path: Path) -> None:
-    """Records, codec, bus and store import where torch and the like are not installed."""
+    """Records, codec, bus, store and the feedback client import without torch and the like."""
     code = f"import sys\nfor name in {HEAVY!r}: sys.modules[name] = None\nimport {', '.join(CLIENT)}"
     python(unpacked, tmp_path, "-c", code)
