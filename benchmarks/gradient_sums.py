@@ -23,7 +23,7 @@ Pass = Callable[[Weights, ModelConfig, Sequence[Unit], int], None]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of all steps, the median over the repetitions."""
+    """Processor seconds of all steps on one thread, the median over the repetitions."""
 
     microbatch: int
     plain_s: float
@@ -53,11 +53,11 @@ def measure(weights: Weights, model: ModelConfig, steps: Sequence[Sequence[Unit]
         seconds: dict[Pass, list[float]] = {plain: [], exact: []}
         for turn in range(times + 1):
             for way in (plain, exact):
-                started_s = time.perf_counter()
+                started_s = time.process_time()
                 for units in steps:
                     way(weights, model, units, microbatch)
                 if turn:  # the first is the warm-up
-                    seconds[way].append(time.perf_counter() - started_s)
+                    seconds[way].append(time.process_time() - started_s)
         median = {way: sorted(values)[len(values) // 2] for way, values in seconds.items()}
         costs.append(Cost(microbatch, median[plain], median[exact]))
     return costs

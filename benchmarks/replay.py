@@ -281,7 +281,7 @@ async def _sums(run_dir: Path) -> str:
             batches.append(answer.units)
     costs = gradient_sums.measure(weights, model, batches, times=5)
     rows = [[c.microbatch, c.plain_s, c.exact_s, c.exact_s / c.plain_s] for c in costs]
-    columns = ["groups in a microbatch", "plain s", "exact s", "exact / plain"]
+    columns = ["groups in a microbatch", "plain CPU s", "exact CPU s", "exact / plain"]
     return (
         f"## Gradient sums\n\n{len(batches)} default steps, {sum(map(len, batches))} groups: forward, loss,"
         f" backward. Bar: at most {BARS['sums']:.2f}x.\n\n{table(columns, rows)}"

@@ -228,7 +228,9 @@ class ChaosRun:
         self._logs[fault.target] = ProcessLog(child)
         self._kills[fault.target] += 1
         self._hit[fault.target] = self.story.done[-1]
+        victim = child.process
         send(child, signal.SIGKILL)
+        await victim.wait()  # known to be dead before anything is asked of it
 
     async def _hit_broker(self, broker: Broker, fault: Fault) -> None:
         await self.look()
