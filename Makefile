@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO := $(wildcard src/headrace/rpc/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs
+.PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs chaos
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -32,6 +32,10 @@ demo: install ## train a small model on real code, live (BUS=kafka, RUN=DIR, ARG
 
 test: install broker-needs redis-needs ## all tests, the Kafka half against a real broker (ARGS for pytest)
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: install broker-needs ## kill processes of a real run at random, then check its log (MINUTES=2 SEED=7 BUS=kafka)
+	cd tests && PYTHONPATH=. ../$(BIN)/python -m chaos $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED)) $(if $(BUS),--bus $(BUS)) $(ARGS)
 
 check: install ## lint, format, types, imports, tidy
 	$(BIN)/ruff check .
