@@ -90,7 +90,7 @@ def test_continue_log() -> None:
         "completion": CODE,
         "completionId": "c1",
         "timestamp": "2026-11-30T00:00:00Z",
-        "filepath": "/home/ada/secret.py",
+        "filepath": "/private/ada/secret.py",
         "prefix": "import os",
         "gitRepo": "acme",
     }

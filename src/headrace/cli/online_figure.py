@@ -7,6 +7,7 @@ from headrace.cli.report_figure import BLUE, GREY, ORANGE
 
 
 def draw(found: Online, path: Path) -> None:
+    """Writes the three plots side by side, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -17,6 +17,7 @@ RETRY_AFTER = "retry-after-ms"
 
 
 def event_of(message: pb.Event) -> Event:
+    """What the message says; an empty field that may be absent is absent."""
     return Event(
         event_id=message.event_id,
         suggestion_id=message.suggestion_id,
