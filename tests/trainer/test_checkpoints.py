@@ -136,6 +136,29 @@ def test_one_that_is_due_waits_for_its_turn() -> None:
     asyncio.run(scenario())
 
 
+def test_one_stored_in_mid_commit_is_named_before_the_next_begins() -> None:
+    """Durable between a step's record and its commit, at which the next is due: named first, not lost."""
+
+    async def scenario() -> None:
+        blobs = Gated()
+        async with opened(blobs, checkpoint_every=2) as checkpoints:
+            blobs.gate.clear()
+            for number in (1, 2, 3):
+                await step(checkpoints, number)
+            naming = await checkpoints.to_name(at(4), last=False)
+            blobs.gate.set()
+            await settled(checkpoints)
+            checkpoints.committed(at(4), naming)
+            await settled(checkpoints)
+            saved = (await step(checkpoints, 5)).checkpoint
+            assert saved is not None and saved.step == 2
+            await settled(checkpoints)
+            saved = (await step(checkpoints, 6)).checkpoint
+            assert saved is not None and saved.step == 5
+
+    asyncio.run(scenario())
+
+
 def test_the_last_step_has_its_own() -> None:
     """A finished run ends with a checkpoint of its end, whatever was under way."""
 
