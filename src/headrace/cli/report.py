@@ -111,7 +111,8 @@ def function_of(task_id: str) -> str:
 def sentences(found: Findings) -> list[str]:
     """The summary: held-out rates first, then what the run did."""
     view, (first, last) = found.view, found.versions
-    lines = [f"run {view.run}: {view.step} training steps, {view.trained} groups trained of {view.consumed}"]
+    what = "groups and suggestions" if view.live_consumed else "groups"
+    lines = [f"run {view.run}: {view.step} training steps, {view.trained} {what} trained of {view.consumed}"]
     sampled, greedy = found.difference("sampled"), found.difference("greedy")
     if sampled is None or greedy is None:
         lines.append("No held-out rounds before and after: nothing can be said about the pass rate.")

@@ -70,6 +70,9 @@ class RunView:
     prompts: int = 0
     consumed: int = 0
     trained: int = 0
+    live_consumed: int = 0
+    """Suggestions among `consumed`."""
+    live_trained: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     """Whole units that were not trained, by reason."""
     withheld: Counter[str] = field(default_factory=Counter)
@@ -123,6 +126,10 @@ class RunView:
     def _step(self, record: r.TrainStep) -> None:
         self.consumed += len(record.consumed) - sum(drop.reason == DUPLICATE for drop in record.drops)
         self.trained += len(record.admitted)
+        live = {unit.group_id for unit in record.consumed if unit.source == "live"}
+        repeated = sum(drop.reason == DUPLICATE and drop.group_id in live for drop in record.drops)
+        self.live_consumed += sum(unit.source == "live" for unit in record.consumed) - repeated
+        self.live_trained += len(live.intersection(record.admitted))
         for drop in record.drops:
             (self.drops if drop.member is None else self.withheld)[drop.reason] += 1
         self.steps.append(
@@ -142,8 +149,8 @@ class RunView:
 
     @property
     def in_flight(self) -> int:
-        """Units that were issued and have not reached the ledger."""
-        return max(0, self.prompts - self.consumed)
+        """Groups that were issued and have not reached the ledger."""
+        return max(0, self.prompts - (self.consumed - self.live_consumed))
 
     def latest(self, metric: str) -> float | None:
         return self.steps[-1].metrics.get(metric) if self.steps else None

@@ -55,6 +55,8 @@ def summary(view: RunView) -> dict[str, Any]:
         "version": view.version,
         "prompts": view.prompts,
         "consumed": view.consumed,
+        "live_consumed": view.live_consumed,
+        "live_trained": view.live_trained,
         "trained": view.trained,
         "in_flight": view.in_flight,
         "drops": dict(view.drops),
@@ -82,7 +84,15 @@ def lines(view: RunView, now_ms: int) -> list[tuple[str, str]]:
             f"{number(view.recent(LAG), 2)} mean, {number(view.most(LAG_MAX), 0)} max",
         ),
         ("tokens/s", number(view.per_second(TOKENS), 0)),
-        ("units", f"{view.prompts} issued, {view.in_flight} in flight, {view.trained} trained"),
+        (
+            "groups",
+            f"{view.prompts} issued, {view.in_flight} in flight, {view.trained - view.live_trained} trained",
+        ),
+        *(
+            [("suggestions", f"{view.live_consumed} read, {view.live_trained} trained")]
+            if view.live_consumed
+            else []
+        ),
         ("dropped", counts(view.drops)),
         ("trainer idle", percent(view.recent(IDLE))),
         ("weights", f"version {'-' if view.version is None else view.version}"),

@@ -155,7 +155,8 @@ def _station(story: Story, item: Told, member: int | None) -> tuple[str, str]:
             return "signal", f"{signal.kind}{length}"
         case r.Exposure() as exposure:
             what = "silent" if exposure.silent else f"shown {exposure.shown}, accepted {exposure.accepted:g}"
-            return "compared", f"v{exposure.version} as {exposure.cohort}: {what}"
+            side = f" as {exposure.cohort}" if exposure.cohort else ""
+            return "compared", f"v{exposure.version}{side}: {what}"
         case r.Experience() as experience:
             missing = f", members missing: {_numbers(experience.missing)}" if experience.missing else ""
             why = f": {experience.reason}" if experience.reason else ""
