@@ -55,8 +55,8 @@ EDITORS = EditorsConfig(
     },
 )
 TRAINER = TrainerConfig(lr=5e-5)
-START_SHARE = 0.15
-START_PLACES = 384
+START_SHARE = 0.08
+START_PLACES = 1024
 
 
 def judge(rewards: Rewards) -> measure.Judge:
@@ -218,7 +218,9 @@ async def main() -> None:
     parser.add_argument("--trials", type=int, default=960)
     parser.add_argument("--start", type=Path, help="weights of an earlier --save-start")
     parser.add_argument("--save-start", type=Path)
-    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="how many of the pairs of rewards")
+    parser.add_argument(
+        "--rewards", type=float, nargs=2, help="accepted and rejected; both pairs if not given"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     invariant.warm_up()
@@ -227,7 +229,7 @@ async def main() -> None:
         checkpoint.save(args.save_start, world.start)
     trials = world.heldout_trials(args.trials)
     parts, thresholds = [], []
-    for accepted, rejected in PAIRS[: args.pairs]:
+    for accepted, rejected in [args.rewards] if args.rewards else PAIRS:
         judged = judge(Rewards(accepted=accepted, rejected=rejected))
         began_s = time.monotonic()
         after = await practice(world, judged, args.steps, args.batch)
