@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO := $(wildcard src/headrace/rpc/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs chaos
+.PHONY: help install demo online test check kafka-up kafka-down proto bench docs clean broker-needs redis-needs chaos
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,6 +29,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 demo: install ## train a small model on real code, live (BUS=kafka, RUN=DIR, ARGS="--minutes 30")
 	$(BIN)/headrace demo $(if $(BUS),--bus $(BUS)) $(if $(RUN),--run-dir $(RUN)) $(ARGS)
+
+online: install ## the same with simulated editors: live feedback and tasks, one trainer (BUS, RUN, ARGS="--plant nan")
+	$(BIN)/headrace demo --online $(if $(BUS),--bus $(BUS)) $(if $(RUN),--run-dir $(RUN)) $(ARGS)
 
 test: install broker-needs redis-needs ## all tests, the Kafka half against a real broker (ARGS for pytest)
 	$(BIN)/python -m pytest $(ARGS)

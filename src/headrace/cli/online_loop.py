@@ -21,6 +21,8 @@ from headrace.errors import ConfigError
 
 PHASES_FILE = "phases.json"
 START_FILE = "start.ckpt"
+TAKEN_BACK_S = 180.0
+"""How long a demo goes on after its time, for the canary to see enough of a planted version."""
 WARM_S = 5.0
 """At the start of a phase: what was asked before it still comes."""
 
@@ -102,6 +104,7 @@ class OnlineLoop(Loop):
         try:
             if not await super()._train(first_step, steps):
                 return False
+            await asyncio.wait({planting_}, timeout=TAKEN_BACK_S)
         finally:
             planting_.cancel()
             await asyncio.gather(planting_, return_exceptions=True)
