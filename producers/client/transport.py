@@ -77,21 +77,32 @@ class HttpTransport:
 
     def send(self, events: Sequence[Event], *, timeout_s: float) -> Reply:
         body = msgspec.json.encode({"events": events})
+        was_open = self._connection.sock is not None
+        try:
+            try:
+                return self._exchange(body, timeout_s)
+            except ConnectionError:
+                # A gateway closes a connection that was quiet for a while: that says nothing of the next one.
+                if not was_open:
+                    raise
+                self._connection.close()
+                return self._exchange(body, timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise FeedbackUnavailable(f"{self._place}: {error or type(error).__name__}") from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _exchange(self, body: bytes, timeout_s: float) -> Reply:
         connection = self._connection
         connection.timeout = timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)
-        try:
-            connection.request("POST", "/v1/events", body, self._headers)
-            answer = connection.getresponse()
-            content = answer.read(ANSWER_BYTES_MAX)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise FeedbackUnavailable(f"{self._place}: {error or type(error).__name__}") from error
+        connection.request("POST", "/v1/events", body, self._headers)
+        answer = connection.getresponse()
+        content = answer.read(ANSWER_BYTES_MAX)
         return self._reply(answer.status, answer.headers.get("Retry-After", ""), content)
-
-    def close(self) -> None:
-        self._connection.close()
 
     def _reply(self, status: int, retry_after: str, content: bytes) -> Reply:
         if status in (200, 422):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.errors import ConfigError, FeedbackError
+from headrace.errors import ConfigError, FeedbackError, FeedbackUnavailable
 from headrace.wire.records import Feedback
 
 FORMAT: Final = b"\x01"
@@ -72,13 +72,18 @@ class TextKeys:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self._path, timeout=LOCK_WAIT_S)
+        try:
+            db = sqlite3.connect(self._path, timeout=LOCK_WAIT_S)
+        except sqlite3.Error as error:
+            raise FeedbackUnavailable(f"{self._path}: users' keys cannot be opened: {error}") from error
         try:
             # No write-ahead log: a deleted key must not live on beside the file.
             db.execute("PRAGMA journal_mode = DELETE")
             db.execute("PRAGMA secure_delete = ON")
             with db:
                 yield db
+        except sqlite3.Error as error:
+            raise FeedbackUnavailable(f"{self._path}: users' keys: {error}") from error
         finally:
             db.close()
 

@@ -1,6 +1,8 @@
 """The editor's client: nothing leaves its file before a gateway has answered for it, whatever happens."""
 
+import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gateway_place import GatewayProcess, event
+from gateway_place import GatewayProcess, Place, event, on_a_gateway
 
 from headrace.errors import (
     ConfigError,
@@ -20,6 +22,7 @@ from headrace.errors import (
 )
 from headrace.producers.client import FeedbackClient, client
 from headrace.producers.client.buffer import Buffer
+from headrace.producers.client.transport import HttpTransport
 from headrace.rpc.feedback import Event, Refusal, Reply
 
 DEADLINE_S = 20.0
@@ -226,8 +229,6 @@ def test_over_both_wires(tmp_path: Path) -> None:
         async with open_bus(f"sqlite:{tmp_path / 'log'}") as bus:
             await bus.create_topics([FEEDBACK])
 
-    import asyncio
-
     asyncio.run(made())
     process = GatewayProcess(tmp_path / "run", f"sqlite:{tmp_path / 'log'}", *words)
     process.start()
@@ -245,6 +246,26 @@ def test_over_both_wires(tmp_path: Path) -> None:
             assert bad.close(0.0) == 1
     finally:
         assert process.end() == 0
+
+
+def test_a_quiet_connection_is_opened_again(tmp_path: Path) -> None:
+    """The gateway closed the connection since the last batch: the next one goes through at the first try."""
+
+    async def act(place: Place) -> None:
+        host, port = place.addresses.http.split(":")
+        transport = HttpTransport(host, int(port), token="", tls=None)
+
+        def twice() -> list[Reply]:
+            first = transport.send([event(1)], timeout_s=10)
+            assert transport._connection.sock is not None
+            select.select([transport._connection.sock], [], [], DEADLINE_S)  # readable: its end
+            return [first, transport.send([event(2)], timeout_s=10)]
+
+        replies = await asyncio.to_thread(twice)
+        assert [r.accepted for r in replies] == [1, 1]
+        transport.close()
+
+    on_a_gateway(tmp_path, act, head_ms_max=200)
 
 
 @pytest.mark.parametrize("address", ["", "localhost:1", "ftp://x:1", "http://x", "http://x:y"])
