@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from headrace.policy.tokenizer import Tokenizer
 
 DETAIL = "Give the file as --trainer.start-from to a new run. `headrace demo --online` does so by itself."
-PLACES = 512
-SHARE = 0.15
+PLACES = 1024
+SHARE = 0.08
 """Of first tokens that are silence, before anything is learned: enough to learn from."""
 
 _logger = logging.getLogger(__name__)
