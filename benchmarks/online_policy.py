@@ -44,7 +44,7 @@ FLICKER_MS = 100
 PAIRS = ((0.75, -0.25), (0.5, -0.5))
 EDGES = (0.0, 0.05, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)
 EDITORS = EditorsConfig(
-    function_tokens_max=60,
+    function_tokens_max=80,
     kinds={
         "operator": 6.0,
         "constant": 5.0,
