@@ -18,10 +18,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc.aio
 from aiokafka import AIOKafkaProducer
@@ -157,7 +157,7 @@ class Generator:
                 await ahead.acquire()
                 yield batch
 
-        call = channel.stream_stream(
+        call: Any = channel.stream_stream(
             f"/{SERVICE}/PublishStream", response_deserializer=pb.PublishReply.FromString
         )
         accepted = 0
@@ -200,7 +200,7 @@ class Generator:
         return Latency.of(taken_s)
 
     def _publish(self) -> Send:
-        calls = itertools.cycle(
+        calls: Iterator[Any] = itertools.cycle(
             [
                 channel.unary_unary(f"/{SERVICE}/Publish", response_deserializer=pb.PublishReply.FromString)
                 for channel in self._channels

@@ -163,7 +163,7 @@ def test_broker_away(tmp_path: Path, kafka: str) -> None:
                 away_and_back(
                     bus,
                     tmp_path / "gw",
-                    lambda: local_kafka.down(directory, kill=True),
+                    lambda: local_kafka.down(directory),
                     lambda: local_kafka.up(directory),
                 ),
                 2 * WAIT_S,
