@@ -27,13 +27,27 @@ from headrace.wire.topics import DEAD_LETTERS, FEEDBACK, TRAIN_STEPS, Topic
 DEADLINE_S = 240.0
 STEPS = 8
 FORGED = "forged-suggestion-1"
-SMALL = (
-    *("--steps", str(STEPS), "--plain", "--demo.alone-s", "1", "--demo.trials-quick", "24"),
-    *("--demo.silence-share", "0", "--evaluation.tasks", "0", "--trainer.checkpoint_every", "3"),
-    *("--run.groups_per_step", "2", "--run.group_size", "4", "--run.live_per_step", "24"),
-    *("--run.lag_versions_max", "6", "--editors.users", "8", "--feedback-join.join.settle-ms", "100"),
-    *("--feedback-join.join.orphan-ms", "1500", "--editors.distributions", '["more-itertools"]'),
-)
+SMALL = """
+[run]
+groups_per_step = 2
+group_size = 4
+live_per_step = 24
+lag_versions_max = 6
+[demo]
+alone_s = 1.0
+trials_quick = 24
+silence_share = 0.0
+[evaluation]
+tasks = 0
+[feedback_join.join]
+settle_ms = 100
+orphan_ms = 1500
+[trainer]
+checkpoint_every = 3
+[editors]
+users = 8
+distributions = ["more-itertools"]
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +73,11 @@ class Played:
 
 async def play(run_dir: Path, address: str) -> Played:
     """The demo, and beside it somebody who reports an accept of a suggestion that was never made."""
-    words = (sys.executable, "-m", "headrace", "demo", "--online", *SMALL)
+    small = run_dir.with_suffix(".toml")
+    small.write_text(SMALL)
+    words = (sys.executable, "-m", "headrace", "demo", "--online", "--plain", "--steps", str(STEPS))
     process = await asyncio.create_subprocess_exec(
-        *(*words, "--run-dir", str(run_dir), "--bus", address),
+        *(*words, "--config", str(small), "--run-dir", str(run_dir), "--bus", address),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -70,6 +86,7 @@ async def play(run_dir: Path, address: str) -> Played:
         async with asyncio.timeout(DEADLINE_S):
             forging = asyncio.create_task(_forge(run_dir, address))
             said, _ = await process.communicate()
+            assert process.returncode == 0, said.decode()
             await forging
     finally:
         if process.returncode is None:
