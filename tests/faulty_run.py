@@ -42,6 +42,7 @@ SMALL = (
 )
 INPUTS = ("prompts", "rollout.steps", "rewards", "experience", "weights", "train.steps")
 """Topics that a process of the loop works from."""
+WATCHED = {*INPUTS, "weights.acks", "dead.letters"} - {"weights"}
 JUNK_KEY = b"junk"
 
 
@@ -51,6 +52,7 @@ class Watch:
     def __init__(self, bus: Bus, run: str) -> None:
         self._bus = bus
         self._run = run
+        self._there = False
         self._positions: dict[TopicPartition, int] = {}
         self.step = 0
         self.issued: set[str] = set()
@@ -66,13 +68,17 @@ class Watch:
     async def refresh(self) -> None:
         """Reads all that is committed by now; nothing while the log is away."""
         try:
-            names = [name for name in TOPICS if name in await self._bus.topics()]
-            for tp, end in (await self._bus.ends(names)).items():
-                start = self._positions.get(tp, 0)
-                if end > start:
-                    for delivery in [d async for d in self._bus.read_range(tp, start, end)]:
+            if not self._there:
+                self._there = (await self._bus.topics()).keys() >= WATCHED
+            ends = await self._bus.ends(sorted(WATCHED)) if self._there else {}
+            new = {tp: self._positions.get(tp, 0) for tp in ends if ends[tp] > self._positions.get(tp, 0)}
+            if not new:
+                return
+            async with self._bus.reader(new) as reader, asyncio.timeout(DEADLINE_S):
+                while any(reader.positions()[tp] < ends[tp] for tp in new):
+                    for delivery in await reader.read():
                         self._apply(delivery)
-                self._positions[tp] = end
+                    self._positions.update(reader.positions())
         except BusUnavailable:
             return
 

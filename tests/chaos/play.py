@@ -32,6 +32,7 @@ from headrace.wire.topics import TOPICS
 FIRST_STEP_S = 240.0
 STALLED_S = 300.0
 """Without a step for so long, faults or not, the run is stuck: a bug of it."""
+BREATH_S = 60.0
 DRAIN_S = 420.0
 """The deadline of a group, and some: a group whose records are lost closes then."""
 OBSERVE_S = 0.1
@@ -67,6 +68,8 @@ class Story:
     """What happened in a run."""
 
     done: list[Done] = field(default_factory=list)
+    breaths: int = 0
+    """How often faults waited for a step, as none had come for BREATH_S."""
     own_deaths: list[str] = field(default_factory=list)
     """Processes that ended with an error and were started again, with nobody's hand in it."""
     faults_s: float = 0.0
@@ -95,7 +98,7 @@ class ChaosRun:
         self.watch = Watch(bus, run_dir.name)
         self.story = Story()
         self._looking = asyncio.Lock()
-        self._begun_s = time.monotonic()
+        self._begun_s = self._stepped_s = time.monotonic()
         self._logs: dict[str, ProcessLog] = {}
         self._paused: dict[str, asyncio.Task[None]] = {}
         self._kills: Counter[str] = Counter()
@@ -116,7 +119,7 @@ class ChaosRun:
 
     def begin(self) -> None:
         """Times and deaths are counted from here."""
-        self._begun_s = time.monotonic()
+        self._begun_s = self._stepped_s = time.monotonic()
         self._kills = Counter({name: child.restarts for name, child in self.crew.children.items()})
 
     async def hurt(
@@ -133,8 +136,7 @@ class ChaosRun:
                 if enough(self):
                     break
                 await asyncio.wait({observer}, timeout=fault.delay_s)
-                if observer.done():
-                    observer.result()
+                await self._let_it_breathe(observer)
                 await self._inflict(fault)
         finally:
             for task in (observer, beside):
@@ -144,6 +146,16 @@ class ChaosRun:
         await self.look()
         self.story.faults_s = self.elapsed_s
         self.story.steps_at_cut = self.watch.step
+
+    async def _let_it_breathe(self, observer: "asyncio.Task[None]") -> None:
+        """After BREATH_S without a step waits for one: processes that are hit faster than a crowded machine
+        starts them prove nothing. Raises Stuck."""
+        if time.monotonic() - self._stepped_s > BREATH_S:
+            self.story.breaths += 1
+            while time.monotonic() - self._stepped_s > BREATH_S and not observer.done():
+                await asyncio.wait({observer}, timeout=OBSERVE_S)
+        if observer.done():
+            observer.result()
 
     async def cut(self) -> None:
         """Stops every process, whatever it is at."""
@@ -276,7 +288,7 @@ class ChaosRun:
 
     async def _observe(self) -> None:
         """Fills in how long each victim took, and raises Stuck when no step comes."""
-        seen, seen_s, looked_s = self.watch.step, time.monotonic(), 0.0
+        seen, looked_s = self.watch.step, 0.0
         while True:
             await asyncio.sleep(OBSERVE_S)
             now_s = time.monotonic()
@@ -284,8 +296,8 @@ class ChaosRun:
                 await self.look()
                 looked_s = time.monotonic()
             if self.watch.step > seen:
-                seen, seen_s = self.watch.step, time.monotonic()
-            if now_s - seen_s > STALLED_S:
+                seen, self._stepped_s = self.watch.step, time.monotonic()
+            if now_s - self._stepped_s > STALLED_S:
                 raise Stuck(f"expected a step after step {seen} within {STALLED_S:.0f} s\n{self.told()}")
             self._note_recoveries()
             for done in self.story.done:

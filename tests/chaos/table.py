@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from chaos.faults import BROKER, Kind
-from chaos.play import Done, Story
+from chaos.play import BREATH_S, Done, Story
 from chaos.verdict import Verdict
 from chaos.whole import Outcome
 
@@ -68,6 +68,7 @@ def _figures(story: Story, at_cut: Verdict, at_end: Verdict) -> str:
     rows = [
         ["faults", f"{len(story.done)} in {story.faults_s:.0f} s, {story.kills} of them SIGKILL"],
         ["steps while it was hurt", str(story.steps_at_cut)],
+        [f"waits for a step, after {BREATH_S:.0f} s without one", str(story.breaths)],
         ["at the cut", _account(at_cut)],
         ["at the end", _account(at_end)],
         ["from the cut to the end", f"{story.drain_s:.0f} s"],
