@@ -59,12 +59,23 @@ def row(place: Place, model: Model, found: list[Outcome]) -> list[object]:
         model.name,
         len(found),
         f"{len(back) / len(found):.1%}",
+        f"{sum(not o.revoked and o.stage < 1 for o in found) / len(found):.1%}",
         *quantiles,
         ", ".join(name for name, _ in by.most_common(2)),
     ]
 
 
-COLUMNS = ("users", "version", "releases", "taken back", "exposures: median", "95 %", "most", "first seen in")
+COLUMNS = (
+    "users",
+    "version",
+    "releases",
+    "taken back",
+    "stuck",
+    "exposures: median",
+    "95 %",
+    "most",
+    "first seen in",
+)
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 BLOCK: Final = 20
 """Exposures of the canary between two looks."""
 STABLE_FACTOR: Final = 10
+PATIENCE: Final = 3
+"""Times the exposures that a stage asks for, after which a release counts as stuck."""
 ACCEPTED, REJECTED = 0.75, -0.25
 
 
@@ -58,7 +60,8 @@ class World:
 
 
 class Outcome(NamedTuple):
-    """Of one release. `exposures`: how many the canary had had, all stages together, and in the last one."""
+    """Of one release. `exposures`: how many the canary had had, all stages together. `stage`: its last share;
+    below 1 for one that was not taken back, it was stuck there: too few users to say anything."""
 
     revoked: bool
     by: str
@@ -99,7 +102,10 @@ def release(rng: Generator, world: World, model: Model, config: CanaryConfig) ->
         stage = trial.share
         sides = (_side(rng, world, trial.share), _side(rng, world, 1 - trial.share))
         decided = []
+        patience = exposures + PATIENCE * config.exposures_min
         while not decided:
+            if exposures >= patience:
+                return Outcome(False, "", exposures, stage)
             expose(rng, sides, trial, model)
             exposures += BLOCK
             decided = canary.decide()
