@@ -106,7 +106,7 @@ class InferenceUnavailable(InferenceError):
 
 
 class FeedbackError(HeadraceError):
-    exit_code = 11
+    exit_code = 12
 
 
 class FeedbackUnauthenticated(FeedbackError):

@@ -79,7 +79,7 @@ def test_send(place: GatewayProcess, tmp_path: Path) -> None:
     assert (record.suggestion_id, record.kind, record.accepted_length) == ("s-1", "accepted", 31)
     assert (record.run, record.client) == ("shown", "sh/1")
     done = headrace(place, tmp_path, "feedback", "send", "s-1", "loved")
-    assert done.returncode == 11
+    assert done.returncode == 12
     assert "kind: expected one of" in done.stderr
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_acknowledged_waits(place: GatewayProcess, tmp_path: Path) -
     )
     words = ("feedback", "send", "s-2", "shown", *buffer)
     done = ran(tmp_path, sys.executable, "-c", code, *words, "late-1", "--gateway", "http://127.0.0.1:9")
-    assert done.returncode == 11
+    assert done.returncode == 12
     assert "1 still waiting" in done.stdout
     assert "waiting: " in done.stderr
     done = headrace(place, tmp_path, *words, "late-2")
