@@ -96,7 +96,7 @@ def test_replay_log(place: GatewayProcess, tmp_path: Path) -> None:
     for _ in range(2):
         done = headrace(place, tmp_path, *words, "--json")
         told = json.loads(done.stdout)
-        assert (done.returncode, told["sent"], told["refused"], told["waiting"]) == (11, 2, 2, 0), done.stderr
+        assert (done.returncode, told["sent"], told["refused"], told["waiting"]) == (12, 2, 2, 0), done.stderr
         assert [reason.split(": ")[0] for reason in told["reasons"]] == [f"{log}:3", f"{log}:4"]
     mine = {r.kind: r for r in on_topic(place).values() if r.suggestion_id == "v-1"}
     assert sorted(mine) == ["ignored", "shown"]
