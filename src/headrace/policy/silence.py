@@ -104,11 +104,9 @@ def prepare(
     embedding[silent] = row_C
     done = from_bf16(to_bf16({**fitted, EMBEDDING: embedding}))
     row_C = done[EMBEDDING][silent]
-    return Fit(
-        done,
-        _logp(done[EMBEDDING], silent, row_C, live_PC, temperature).exp(),
-        float(_logp(done[EMBEDDING], silent, row_C, task_PC, 1.0).exp().mean()),
-    )
+    live = _Seen(done[EMBEDDING], silent, live_PC, temperature)
+    tasks_seen = _Seen(done[EMBEDDING], silent, task_PC, 1.0)
+    return Fit(done, live.logp(row_C).exp(), float(tasks_seen.logp(row_C).exp().mean()))
 
 
 @torch.inference_mode()
@@ -140,7 +138,7 @@ def _fitted(
     """`weights` with both rows fitted by gradient."""
     mark, silent = codec.special[MARK], codec.special[SILENT]
     embedding = weights[EMBEDDING]
-    task_PC = task_PC.clone()  # out of inference mode: a constant of the graph
+    tasks = _Seen(embedding, silent, task_PC, 1.0)
     mark_C, silent_C = (embedding[token].clone().requires_grad_() for token in (mark, silent))
     rows = torch.tensor([mark, silent])
     optimizer = torch.optim.Adam([mark_C, silent_C], lr=RATE, betas=(0.9, 0.95))
@@ -150,7 +148,7 @@ def _fitted(
         now = {**weights, EMBEDDING: embedding.index_copy(0, rows, torch.stack([mark_C, silent_C]))}
         some = [places[draw.randrange(len(places))] for _ in range(BATCH)]
         loss = _live_loss(now, model, codec, some, share, temperature)
-        loss = loss + 3 * _above(_logp(embedding, silent, silent_C, task_PC, 1.0))
+        loss = loss + 3 * _above(tasks.logp(silent_C))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -192,16 +190,18 @@ def _polished(
     temperature: float,
 ) -> Tensor:
     """The row of silence, float32 `[C]`, once the mark stands: on all states at once."""
-    live_PC, task_PC, inside_PC = live_PC.clone(), task_PC.clone(), inside_PC.clone()
+    live = _Seen(embedding_VC, silent, live_PC, temperature)
+    tasks = _Seen(embedding_VC, silent, task_PC, 1.0)
+    inside = _Seen(embedding_VC, silent, inside_PC, temperature)
     row_C = embedding_VC[silent].clone().requires_grad_()
     optimizer = torch.optim.LBFGS([row_C], max_iter=POLISH_STEPS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        odds_P = _odds(embedding_VC, silent, row_C, live_PC, temperature) - math.log(share / (1 - share))
+        odds_P = live.odds(row_C) - math.log(share / (1 - share))
         loss = odds_P.pow(2).mean() / ODDS_SCALE + RIDGE * row_C.pow(2).sum()
-        loss = loss + _above(_logp(embedding_VC, silent, row_C, task_PC, 1.0))
-        loss = loss + _above(_logp(embedding_VC, silent, row_C, inside_PC, temperature))
+        loss = loss + _above(tasks.logp(row_C))
+        loss = loss + _above(inside.logp(row_C))
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -219,12 +219,18 @@ def _above(logp_P: Tensor) -> Tensor:
     return F.relu(logp_P - NEVER).pow(2).mean()
 
 
-def _logp(embedding_VC: Tensor, silent: int, row_C: Tensor, state_PC: Tensor, temperature: float) -> Tensor:
-    """Log-probability `[P]` of `silent` with the row `row_C` for it."""
-    return F.logsigmoid(_odds(embedding_VC, silent, row_C, state_PC, temperature))
+class _Seen:
+    """Some states at a temperature, with what all tokens but silence score there together: that stands while
+    the row of silence is fitted."""
 
+    def __init__(self, embedding_VC: Tensor, silent: int, state_PC: Tensor, temperature: float) -> None:
+        rest_VC = torch.cat([embedding_VC[:silent], embedding_VC[silent + 1 :]])
+        self._state_PC = state_PC.clone() / temperature  # out of inference mode: a constant of the graph
+        self._rest_P = torch.logsumexp(self._state_PC @ rest_VC.T, 1)
 
-def _odds(embedding_VC: Tensor, silent: int, row_C: Tensor, state_PC: Tensor, temperature: float) -> Tensor:
-    """Log-odds `[P]` of it against all other tokens."""
-    rest_VC = torch.cat([embedding_VC[:silent], embedding_VC[silent + 1 :]])
-    return state_PC @ row_C / temperature - torch.logsumexp(state_PC @ rest_VC.T / temperature, 1)
+    def odds(self, row_C: Tensor) -> Tensor:
+        """Log-odds `[P]` of silence with the row `row_C`."""
+        return self._state_PC @ row_C - self._rest_P
+
+    def logp(self, row_C: Tensor) -> Tensor:
+        return F.logsigmoid(self.odds(row_C))
