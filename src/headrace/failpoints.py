@@ -14,6 +14,7 @@ Nothing happens unless `HEADRACE_FAILPOINT` names one. Not a fault model: random
 
 import os
 import signal
+import threading
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -68,4 +69,5 @@ def _hit(point: Failpoint) -> None:
             marker.write(str(os.getpid()))
     except FileExistsError:
         return
-    os.kill(os.getpid(), point.signal)
+    # To this very thread: sent to the process, another one may take it, and this one goes on meanwhile.
+    signal.pthread_kill(threading.get_ident(), point.signal)
