@@ -25,11 +25,11 @@ from headrace.wire.records import DeadLetter, Feedback, Record, TrainStep
 from headrace.wire.topics import DEAD_LETTERS, FEEDBACK, TRAIN_STEPS, Topic
 
 DEADLINE_S = 240.0
-STEPS = 8
+STEPS = 10
 FORGED = "forged-suggestion-1"
 SMALL = """
 [run]
-groups_per_step = 2
+groups_per_step = 4
 group_size = 4
 live_per_step = 24
 lag_versions_max = 6
@@ -75,9 +75,10 @@ async def play(run_dir: Path, address: str) -> Played:
     """The demo, and beside it somebody who reports an accept of a suggestion that was never made."""
     small = run_dir.with_suffix(".toml")
     small.write_text(SMALL)
-    words = (sys.executable, "-m", "headrace", "demo", "--online", "--plain", "--steps", str(STEPS))
+    words = ("demo", "--online", "--plain", "--steps", str(STEPS), "--run.name", run_dir.name)
     process = await asyncio.create_subprocess_exec(
-        *(*words, "--config", str(small), "--run-dir", str(run_dir), "--bus", address),
+        *(sys.executable, "-m", "headrace", *words),
+        *("--config", str(small), "--run-dir", str(run_dir), "--bus", address),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -185,7 +186,7 @@ class OnlineContract:
         """Everything asked was answered and recorded, and the median answer beside rollouts took less than a
         training step."""
         waited = played.view.latencies_ms(0, 1 << 53)
-        assert len(waited) > 100
+        assert len(waited) >= len(played.view.trained) > 0
         step_ms = sorted(step.ended_ms - step.started_ms for step in played.steps)
         assert (quantile(waited, 0.5) or 0) < max(step_ms[len(step_ms) // 2], 1_000)
         assert phases_of(played.run_dir).without_rollouts[1] > 0

@@ -18,6 +18,7 @@ import msgspec
 from headrace.cli import measure, planting
 from headrace.cli.loop import ROUND_S, Loop
 from headrace.errors import ConfigError
+from headrace.wire.topics import ROLLOUT_STEPS
 
 PHASES_FILE = "phases.json"
 START_FILE = "start.ckpt"
@@ -98,7 +99,8 @@ class OnlineLoop(Loop):
         return await self._crew.finish(f"measure-{name}", deadline_s=ROUND_S, stop=self._stop)
 
     async def _train(self, first_step: int, steps: int | None) -> bool:
-        await self._crew.start("editors", "editors")
+        if not await self._typing():
+            return False
         began = _now_ms()
         planting_ = asyncio.ensure_future(self._plant(first_step, steps))
         try:
@@ -111,6 +113,24 @@ class OnlineLoop(Loop):
             (self._where.home / planting.ORDER_FILE).unlink(missing_ok=True)
         self._phases.with_rollouts = (began + round(WARM_S * 1000), _now_ms())
         return await self._alone()
+
+    async def _typing(self) -> bool:
+        """Starts the editors; true once one of them has got an answer."""
+
+        async def written() -> int:
+            return sum((await self._bus.ends([ROLLOUT_STEPS.name])).values())
+
+        before = await written()
+        await self._crew.start("editors", "editors")
+
+        async def answered() -> bool:
+            self._check()
+            return await written() > before
+
+        ready_s = self._where.settings.demo.ready_s
+        return await self._crew.wait(
+            answered, deadline_s=ready_s, expected="an answer to an editor", stop=self._stop
+        )
 
     async def _plant(self, first_step: int, steps: int | None) -> None:
         """Half-way bad weights are announced, until the canary takes one of them back."""
