@@ -70,7 +70,8 @@ class OnlineLoop(Loop):
         if start != str(run_file) or self.view.version is not None or run_file.is_file():
             return True
         self._screen.phase("preparing the start: a seed that is able to stay silent")
-        await self._crew.start("silence", "silence", str(run_file))
+        share = str(self._where.settings.demo.silence_share)
+        await self._crew.start("silence", "silence", str(run_file), "--share", share)
         return await self._crew.finish("silence", deadline_s=ROUND_S, stop=self._stop)
 
     def _feeding(self) -> tuple[str, ...]:
