@@ -198,9 +198,10 @@ def _planted(found: Online) -> list[str]:
         return [f"{name}: the run ended before a version was announced with it"]
     back = [(at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version in bad]
     made = [live for live in view.answers if live.version in bad]
-    versions = f"{name} as version {', '.join(map(str, sorted(bad)))}"
+    first, last = min(bad), max(bad)
+    versions = f"{name} as version {first}" if first == last else f"{name} as versions {first} to {last}"
     if not back:
-        return [f"{versions}: NOT taken back; {len(made):,} suggestions were made by it"]
+        return [f"{versions}: NOT taken back; {len(made):,} suggestions were made by them"]
     at_ms, record = back[0]
     before = sum(live.at_ms <= at_ms for live in made)
     return [
