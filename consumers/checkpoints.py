@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from headrace import failpoints, log
+from headrace.clock import Age
 from headrace.consumers import kept
 from headrace.errors import StoreError
 from headrace.store.blobs import Blobs
@@ -69,7 +70,7 @@ class Checkpoints:
         """Durable, and named by no record yet."""
         self._unneeded: list[str] = []
         """Durable, and overtaken by the last step's before a record named it."""
-        self._stored_s = 0.0
+        self._stored_age = Age()
         self._spans: list[tuple[float, float]] = []
         self._began_s = 0.0
 
@@ -86,7 +87,7 @@ class Checkpoints:
                 self._stored = unneeded
             elif unneeded is not None:
                 self._unneeded = [unneeded.uri]
-        elif self._stored is not None and began_s - self._stored_s > self._named_within_s:
+        elif self._stored is not None and self._stored_age.seconds() > self._named_within_s:
             self._stored, self._due = None, True
         pruned: tuple[int, ...] = ()
         if self._stored is not None and self._stored.step is not None:
@@ -167,14 +168,14 @@ class Checkpoints:
             )
             return
         failpoints.reach("checkpoint.uploaded")
-        self._stored_s = time.monotonic()
+        self._stored_age = Age()
         self._stored = Checkpoint(uri=blob.uri, sha256=blob.sha256, step=state.step, bytes=blob.bytes)
         log.event(
             _logger,
             "checkpoint_stored",
             step=state.step,
             bytes=blob.bytes,
-            seconds=round(self._stored_s - began_s, 3),
+            seconds=round(time.monotonic() - began_s, 3),
         )
 
     def _look(self) -> None:

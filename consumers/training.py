@@ -22,7 +22,7 @@ import torch
 
 from headrace import failpoints, log
 from headrace.bus.protocol import Bus, Message, Positions, TopicPartition, Transactor
-from headrace.clock import Clock, SystemClock
+from headrace.clock import Age, Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers import identity, publishing, sweep
 from headrace.consumers.batches import Batch, Batches, positions_of
@@ -254,15 +254,16 @@ class _Trainer:
             )
         )
         failpoints.reach("trainer.learned")
-        learned_s = time.monotonic()
+        learned_s, unnamed = time.monotonic(), Age()
         announced = await self._store_version(result.state, state)
         naming = await checkpoints.to_name(result.state, last=result.state.step == self._run.steps_max)
         failpoints.reach("trainer.uploaded")
         stored_s = time.monotonic()
-        if stored_s - learned_s > self._named_within_s:  # stopped, or slow: a sweep may be taking its blobs
+        # Stopped, asleep or slow: a sweep may be taking its blobs.
+        if (unnamed_s := unnamed.seconds()) > self._named_within_s:
             raise StoreUnavailable(
                 f"step {result.state.step}: expected its blobs to be named within"
-                f" {self._named_within_s:.0f} s, {stored_s - learned_s:.0f} s have passed"
+                f" {self._named_within_s:.0f} s, {unnamed_s:.0f} s have passed"
             )
         seconds = {
             "seconds.wait": batch.wait_s,

@@ -18,6 +18,18 @@ class SystemClock:
         return time.time_ns() // 1_000_000
 
 
+class Age:
+    """Since it was made, by whichever clock says longer: the monotonic one stands still while a machine is
+    asleep, the wall clock may be set back. For who must not be late by another's clock."""
+
+    def __init__(self) -> None:
+        self._monotonic_s = time.monotonic()
+        self._wall_s = time.time()
+
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._monotonic_s, time.time() - self._wall_s)
+
+
 class ManualClock:
     """Stands where it is put. `ManualClock(1000).advance(5)` reads 1005."""
 

@@ -252,7 +252,7 @@ def test_a_record_changed_before_another_machine(altered: Altered, monkeypatch: 
         ((), "expected one of STEP, FROM..TO and --last N, got nothing"),
         (("1", "--last", "2"), "expected one of STEP, FROM..TO and --last N, got 1 --last 2"),
         (("1-3",), "expected a step (12) or a range of steps (3..7), got '1-3'"),
-        (("3..1",), "expected steps from 1 to 6, got 3..1"),
+        (("3..1",), "expected FROM..TO with FROM before TO, got 3..1"),
         (("0",), "expected steps from 1 to 6, got 0"),
         (("7",), "expected steps from 1 to 6, got 7"),
         (("1", "--run", "tset"), "unknown run 'tset': did you mean 'test'? (on this log: test)"),

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,24 @@ def test_what_waited_too_long_is_written_anew() -> None:
                 assert (await step(checkpoints, number)).checkpoint is None
                 await settled(checkpoints)
             assert checkpoints._stored is not None and checkpoints._stored.step == 3
+
+    asyncio.run(scenario())
+
+
+def test_what_waited_while_the_machine_slept_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monotonic clock stands still in sleep and a sweep goes by the store's wall clock: after a night,
+    with a grace period of two minutes, the stored checkpoint is not named."""
+
+    async def scenario() -> None:
+        async with opened(Gated(), checkpoint_every=2, named_within_s=60.0) as checkpoints:
+            for number in (1, 2):
+                await step(checkpoints, number)
+            await settled(checkpoints)
+            awake = time.time
+            monkeypatch.setattr(time, "time", lambda: awake() + 8 * 3600)
+            assert (await step(checkpoints, 3)).checkpoint is None
+            await settled(checkpoints)
+            assert (await step(checkpoints, 4)).checkpoint is not None, "the one written anew, after step 3"
 
     asyncio.run(scenario())
 

@@ -48,6 +48,28 @@ def claiming(place: Place, group_id: str, blob: Blob) -> Message:
     return Message(EXPERIENCE.name, group_id.encode(), value, headers)
 
 
+def test_what_is_no_blob_is_left_alone(place: Place) -> None:
+    """A file of somebody else beside the blobs, one in a folder linked there, and a blob's name in a wrong
+    folder, all older than the grace period: none is listed and none removed."""
+
+    async def scenario() -> None:
+        blobs = Blobs.open(place.store)
+        async with place.opened() as bus:
+            await bus.produce(messages(place.groups(6), partition=0))
+            await place.train(bus)
+            elsewhere = place.directory / "elsewhere"
+            elsewhere.mkdir()
+            (place.directory / "store" / "blobs" / "zz").symlink_to(elsewhere)
+            uris = ["blobs/notes.txt", "blobs/zz/report", f"blobs/{'ab' * 32}"]
+            for uri in uris:
+                (place.directory / "store" / uri).write_text("theirs")
+                aged(place, uri, hours=2)
+            assert await swept(bus, blobs) == []
+            assert all((place.directory / "store" / uri).read_text() == "theirs" for uri in uris)
+
+    asyncio.run(scenario())
+
+
 def test_only_what_nobody_names_and_is_old_goes(place: Place) -> None:
     """Weights, manifests, live checkpoints and claims, also one in a dead letter, are named however old they
     are; of two orphans the young one stays, and one that is put again is young again."""

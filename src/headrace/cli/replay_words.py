@@ -127,6 +127,8 @@ def steps_asked(words: Sequence[str], last: int | None, head: int, begin: int = 
         hint = f" (a pack's name ends in {SUFFIX})" if Path(words[0]).is_file() else ""
         raise ConfigError(f"{place}: expected a step (12) or a range of steps (3..7), got {words[0]!r}{hint}")
     first, end = int(match[1]), int(match[2] or match[1])
+    if end < first:
+        raise ConfigError(f"{place}: expected FROM..TO with FROM before TO, got {words[0]}")
     if not begin <= first <= end <= head:
         raise ConfigError(f"{place}: expected steps from {begin} to {head}, got {words[0]}")
     return first, end

@@ -150,14 +150,17 @@ class Blobs:
         await self._try(uri, forget)
 
     async def listing(self) -> AsyncIterator[Stored]:
-        """Every blob of the store, in no order; none that is still being written. Raises StoreUnavailable."""
+        """Every blob of the store, in no order; none that is still being written, and nothing that lies there
+        under another kind of name: that is not ours. Raises StoreUnavailable."""
         from obstore import list as list_objects
         from obstore.exceptions import BaseError
 
         try:
             async for objects in list_objects(self._store, "blobs"):
                 for found in objects:
-                    yield _stored(found)
+                    name = found["path"].rpartition("/")[2]
+                    if _SHA256.fullmatch(name) and found["path"] == _uri(name):
+                        yield _stored(found)
         except (BaseError, OSError) as error:
             raise StoreUnavailable(f"{self.address}: expected a listing: {error}") from error
 
