@@ -50,9 +50,9 @@ class Met:
         return verdict.steps_of(self.log, RUN)
 
     def life_after(self, pid: int) -> str:
-        """What the trainer after process `pid` said."""
+        """What the next trainer after process `pid` that came to work said: one that found no broker ends."""
         lives = re.split(r" start pid=(\d+)", (self.run_dir / "logs" / "trainer.log").read_text())
-        return lives[lives.index(str(pid)) + 3]
+        return next(life for life in lives[lives.index(str(pid)) + 3 :: 2] if " trainer_start " in life)
 
     def begins_after(self, pid: int) -> int:
         """The step that the trainer after process `pid` went on from."""

@@ -33,7 +33,7 @@ WAIT_S = 20.0
 def answer(
     name: str = "demo-live-3-0", tokens: Sequence[int] | None = None, **changes: Any
 ) -> tuple[Generation, Completion, int]:
-    written = tuple(dialogue.call_tokens(CODEC, "x😀") if tokens is None else tokens)
+    written = tuple(dialogue.suggestion_tokens(CODEC, "x😀") if tokens is None else tokens)
     request = Generation(
         run="demo",
         group_id=name,

@@ -8,6 +8,7 @@ from feedback_scenarios import SCENARIOS, expected
 from stream_play import everything, until
 
 from headrace.bus.protocol import Bus, Message
+from headrace.errors import WireError
 from headrace.wire.codec import decode, encode
 from headrace.wire.records import DeadLetter, Exposure, Feedback, GroupFailed, Record, Reward
 from headrace.wire.topics import EXPERIENCE_LIVE, FEEDBACK, REWARDS, ROLLOUT_STEPS
@@ -36,7 +37,10 @@ async def sent(bus: Bus, prefix: str, *, once: bool) -> list[Record]:
     for topic in OUTPUTS:
         for delivery in await everything(bus, topic):
             identity = (topic, (delivery.header("ce_id") or b"").decode())
-            record = decode(topic, delivery.value or b"", delivery.headers)
+            try:
+                record = decode(topic, delivery.value or b"", delivery.headers)
+            except WireError:  # a shared log holds what other tests wrote
+                continue
             if not _name(record).startswith(prefix):
                 continue
             assert identity not in found or (not once and found[identity] == record), identity
