@@ -48,7 +48,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def parsed(text: str) -> ast.Module:
-    """Parsed on a thread of its own: CPython 3.11 keeps a count of recursion for each, and one that an earlier
+    """Parsed on a thread of its own: CPython 3.11 keeps a recursion count for each, and one that an earlier
     test left wrong makes the parser refuse good source ("recursion depth mismatch")."""
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(ast.parse, text).result(30)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,10 +102,7 @@ class Altered:
 
     def forget(self, *group_ids: str) -> list[str]:
         """Records of `experience` are gone; their places."""
-        return [
-            self._edit("experience", lambda r, name=name: r.group_id == name, lambda r: None)
-            for name in group_ids
-        ]
+        return [self._edit("experience", partial(_is_of, name), lambda r: None) for name in group_ids]
 
     def _edit(self, topic: str, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> str:
         with sqlite3.connect(self.directory / "bus.sqlite") as db:
@@ -139,3 +137,7 @@ if __name__ == "__main__":
     done = replay(Path(sys.argv[1]), *sys.argv[2:])
     print(done.out or done.err)
     sys.exit(done.code)
+
+
+def _is_of(group_id: str, record: Any) -> bool:
+    return bool(record.group_id == group_id)
