@@ -50,9 +50,12 @@ class Met:
         return verdict.steps_of(self.log, RUN)
 
     def life_after(self, pid: int) -> str:
-        """What the next trainer after process `pid` that came to work said: one that found no broker ends."""
+        """How the next trainer after process `pid` that came to work began. One that finds no broker tries
+        again or ends, and one that loses it later begins once more: neither is told."""
         lives = re.split(r" start pid=(\d+)", (self.run_dir / "logs" / "trainer.log").read_text())
-        return next(life for life in lives[lives.index(str(pid)) + 3 :: 2] if " trainer_start " in life)
+        life = next(life for life in lives[lives.index(str(pid)) + 3 :: 2] if " trainer_start " in life)
+        begun = life[: life.index("\n", life.index(" trainer_start "))]
+        return begun.rpartition(" unavailable ")[2]
 
     def begins_after(self, pid: int) -> int:
         """The step that the trainer after process `pid` went on from."""
