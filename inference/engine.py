@@ -42,7 +42,10 @@ class Engine:
         self.bounds = Bounds(model.vocabulary, model.context_max, config.own_tokens_max, config.queue_max)
         self._decoder = Decoder(model, config.slots, config.own_tokens_max)
         self._scheduler: Scheduler[Running] = Scheduler(
-            slots=config.slots, live_slots=config.live_slots, queue_max=config.queue_max
+            slots=config.slots,
+            live_slots=config.live_slots,
+            beside_live=config.beside_live_rows,
+            queue_max=config.queue_max,
         )
         self._prefixes: PrefixCache[Prefix] = PrefixCache(config.prefix_cache_tokens)
         self._hosting = Hosting()
@@ -172,16 +175,17 @@ class Engine:
         left."""
         fresh: list[Running] = []
         missing: dict[str, dict[tuple[int, ...], list[Running]]] = {}
-        room = self._config.step_tokens
+        used = 0
         while (head := self._scheduler.peek()) is not None:
             lane, item = head
             tokens = item.ticket.request.prefix_tokens
             weights = item.begin(self._hosting)
             prefix = self._prefixes.find(weights.root, tokens)
             if prefix is None and tokens not in missing.get(weights.root, ()):
-                if missing and len(tokens) > room:
+                room = self._config.step_tokens if lane == "live" else self._step_tokens
+                if missing and used + len(tokens) > room:
                     break
-                room -= len(tokens)
+                used += len(tokens)
                 missing.setdefault(weights.root, {})[tokens] = []
             item.slot = self._scheduler.take(lane)
             item.prefix = prefix
@@ -192,7 +196,12 @@ class Engine:
             fresh.append(item)
         for prompts in missing.values():
             self._prefill(prompts)
-        return fresh, room
+        return fresh, self._step_tokens - used
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens beside the decoding that rollouts may have computed in this step."""
+        return self._config.beside_live_tokens if self._scheduler.live_runs else self._config.step_tokens
 
     def _prefill(self, missing: dict[tuple[int, ...], list[Running]]) -> None:
         """Of prompts that all begin with the same weights."""
@@ -224,13 +233,17 @@ class Engine:
 
     def _rows(self, room: int) -> list[tuple[Running, Row]]:
         """What is fed in this step: the last token of all that decode, and of earlier turns, live ones first,
-        as much as there is room for, at least one chunk."""
+        as much as there is room for, at least one chunk. Beside live ones only the oldest rollouts go on."""
         chunk = self._config.chunk_tokens
         room = max(room, chunk)
+        rollouts_left = self._scheduler.rollouts_max
         rows = []
-        for item in sorted(self._running, key=lambda item: item.ticket.request.lane != "live"):
+        for item in sorted(self._running, key=_is_rollout):
             take = 1 if item.tokens else min(len(item.feed), chunk, room)
+            if _is_rollout(item) and not rollouts_left:
+                break
             if item.feed and take:
+                rollouts_left -= _is_rollout(item)
                 room -= 0 if item.tokens else take
                 fed, item.feed = item.feed[:take], item.feed[take:]
                 rows.append((item, Row(slot=item.slot, prefix=_prefix_of(item), tokens=fed)))
@@ -260,6 +273,10 @@ class Engine:
         layers, active = self.model.layers, self.model.experts_active
         now_ms = self._clock.now_ms()
         return item.progress(item.completion(finish, layers=layers, active=active, now_ms=now_ms))
+
+
+def _is_rollout(item: Running) -> bool:
+    return item.ticket.request.lane == "rollout"
 
 
 def _prefix_of(item: Running) -> Prefix:

@@ -2,7 +2,8 @@
 clock.
 
 A *slot* is the place of one sequence in the decoder. Rollouts never hold more than `slots - live_slots`, so
-a live sequence always finds one that rollouts can't take. Any thread may offer; only the engine's takes.
+a live sequence always finds one that rollouts can't take; and while live ones hold slots, no rollout gets one
+beyond `beside_live`, so that they share small, quick steps. Any thread may offer; only the engine's takes.
 """
 
 import threading
@@ -18,10 +19,11 @@ _T = TypeVar("_T")
 class Scheduler(Generic[_T]):
     """`T` is whatever waits (the engine's sequences)."""
 
-    def __init__(self, *, slots: int, live_slots: int, queue_max: int) -> None:
+    def __init__(self, *, slots: int, live_slots: int, beside_live: int, queue_max: int) -> None:
         assert 0 <= live_slots < slots, f"expected 0 <= live_slots < slots, got {live_slots} and {slots}"
         self._queue_max = queue_max
         self._rollout_slots_max = slots - live_slots
+        self._beside_live = beside_live
         self._rollout_slots = 0
         self._free = list(range(slots - 1, -1, -1))
         self._lane_of: dict[int, Lane] = {}
@@ -49,7 +51,8 @@ class Scheduler(Generic[_T]):
                 return None
             if self._waiting["live"]:
                 return "live", self._waiting["live"][0]
-            if self._waiting["rollout"] and self._rollout_slots < self._rollout_slots_max:
+            allowed = min(self._rollout_slots_max, self.rollouts_max)
+            if self._waiting["rollout"] and self._rollout_slots < allowed:
                 return "rollout", self._waiting["rollout"][0]
             return None
 
@@ -90,6 +93,16 @@ class Scheduler(Generic[_T]):
             if not self._woken:
                 self._changed.wait(timeout_s)
             self._woken = False
+
+    @property
+    def live_runs(self) -> bool:
+        """A live sequence holds a slot."""
+        return len(self._lane_of) > self._rollout_slots
+
+    @property
+    def rollouts_max(self) -> int:
+        """Rollouts that may share a step as things are."""
+        return self._beside_live if self.live_runs else self._rollout_slots_max
 
     @property
     def slots_used(self) -> int:

@@ -100,6 +100,24 @@ def test_a_failure_is_told_with_its_reason(run_dir: Path) -> None:
         asyncio.run(act())
 
 
+def test_background_stands_back(run_dir: Path) -> None:
+    """A named child has its niceness from the start, and again after a restart; the others have the usual."""
+
+    async def act() -> list[int]:
+        async with Crew(run_dir, restarts_max=1, nice_of=lambda name: 7 * (name == "experience")) as crew:
+            child = await crew.start("experience", "experience")
+            first = await ready(crew, "experience")
+            told = [os.getpriority(os.PRIO_PROCESS, first)]
+            os.kill(first, signal.SIGKILL)
+            await crew.wait(lambda: _true(child.pid != first), deadline_s=DEADLINE_S, expected="a restart")
+            told.append(os.getpriority(os.PRIO_PROCESS, child.pid))
+            await crew.start("relay", "relay")
+            return [*told, os.getpriority(os.PRIO_PROCESS, crew.children["relay"].pid)]
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert asyncio.run(act()) == [7, 7, usual]
+
+
 def test_a_stop_during_a_restart_reaches_the_new_process(run_dir: Path) -> None:
     """Asked while the next process is being made, it is told as soon as it lives, and not killed as late."""
 

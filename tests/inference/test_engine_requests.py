@@ -113,6 +113,42 @@ def test_live_overtakes_rollouts() -> None:
     assert len(rollouts.done) == 6
 
 
+def test_only_the_oldest_rollouts_go_on_beside_live() -> None:
+    """Six rollouts run, two may share a step with live: during three live tokens the two oldest go on, then
+    all; each ends with the numbers that it has without live."""
+    config = msgspec.structs.replace(CONFIG, beside_live_rows=2)
+    alone = complete(tiny_engine(config), generation(members=6))[0]
+    engine = tiny_engine(config)
+    _, rollouts = submit(engine, generation(members=6))
+    engine.step()
+    _, live = submit(engine, generation("live", lane="live", tokens_max=3))
+    made = []
+    for _ in range(4):
+        before = engine.status().tokens_generated
+        engine.step()
+        made.append(engine.status().tokens_generated - before)
+    assert made == [3, 3, 3, 6]
+    assert live.done[0].finish == "length"
+    run_out(engine)
+    assert [numbers(rollouts.done[m]) for m in range(6)] == [numbers(alone[m]) for m in range(6)]
+
+
+def test_prompts_of_rollouts_are_few_beside_live() -> None:
+    """Beside a live sequence one new prompt of a rollout is computed in a step, without live as many as
+    `step_tokens` holds."""
+    engine = tiny_engine(msgspec.structs.replace(CONFIG, beside_live_tokens=100))
+    submit(engine, generation("live", lane="live", tokens_max=3))
+    engine.step()
+    for name in ("a", "bb", "ccc"):
+        submit(engine, generation(name))
+    prefilled = []
+    for _ in range(2):
+        before = engine.status().tokens_prefilled
+        engine.step()
+        prefilled.append(engine.status().tokens_prefilled - before)
+    assert prefilled == [70, 70]
+
+
 def test_cancel_frees_slots_and_queue() -> None:
     """Ten requests cancelled, running or waiting: every slot and place is free, what was written is
     reported."""

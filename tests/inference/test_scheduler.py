@@ -8,8 +8,8 @@ from headrace.errors import Overloaded
 from headrace.inference.scheduler import Scheduler
 
 
-def scheduler(slots: int = 3, live_slots: int = 1, queue_max: int = 4) -> Scheduler[str]:
-    return Scheduler(slots=slots, live_slots=live_slots, queue_max=queue_max)
+def scheduler(slots: int = 3, live_slots: int = 1, beside: int = 9, queue_max: int = 4) -> Scheduler[str]:
+    return Scheduler(slots=slots, live_slots=live_slots, beside_live=beside, queue_max=queue_max)
 
 
 def drain(queue: Scheduler[str]) -> list[str]:
@@ -38,6 +38,21 @@ def test_live_goes_before_older_rollouts() -> None:
     queue.offer("rollout", ["r1", "r2"], "t")
     queue.offer("live", ["l1", "l2"], "t")
     assert drain(queue) == ["l1", "l2", "r1", "r2"]
+
+
+def test_few_rollouts_beside_live() -> None:
+    """While a live sequence holds a slot rollouts get their few; when it is gone, all of theirs."""
+    queue = scheduler(slots=6, beside=2, queue_max=9)
+    queue.offer("rollout", [f"r{n}" for n in range(7)], "t")
+    queue.offer("live", ["l1"], "t")
+    live = queue.peek()
+    assert live == ("live", "l1")
+    slot = queue.take("live")
+    assert drain(queue) == ["r0", "r1"]
+    assert (queue.live_runs, queue.rollouts_max) == (True, 2)
+    queue.give_back(slot)
+    assert (queue.live_runs, queue.rollouts_max) == (False, 5)
+    assert drain(queue) == ["r2", "r3", "r4"]
 
 
 def test_given_back_slots_return() -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from checker import Log, audit, read_log, unaccounted
 from faulty_run import GROUPS_PER_STEP, FaultyRun, put_junk, started
-
 from headrace.bus import protocol
 from headrace.cli import main
 from headrace.cli.process import living

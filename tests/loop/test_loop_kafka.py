@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty_run import FaultyRun
 from loop_contract import Hurt, LoopContract, play
 
+from faulty_run import FaultyRun
 from headrace.bus import local_kafka
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.kafka]

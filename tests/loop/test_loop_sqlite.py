@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from checker import Log, audit, read_log
-from faulty_run import DEADLINE_S, JUNK_KEY, FaultyRun, started
 from loop_contract import STEPS, Hurt, LoopContract, play
 
+from checker import Log, audit, read_log
+from faulty_run import DEADLINE_S, JUNK_KEY, FaultyRun, started
 from headrace.cli.process import living
 from headrace.wire.codec import decode
 from headrace.wire.records import TrainStep

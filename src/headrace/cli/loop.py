@@ -58,7 +58,12 @@ class Loop:
         self._screen = screen
         self._stop = stop
         self._follower = Follower(bus, where.settings.run.name)
-        self._crew = Crew(where.home, stop_s=where.settings.demo.stop_s, restarts_max=restarts_max)
+        self._crew = Crew(
+            where.home,
+            stop_s=where.settings.demo.stop_s,
+            restarts_max=restarts_max,
+            nice_of=self._nice_of,
+        )
         self._note = ""
         self._drawer: asyncio.Task[None] | None = None
         self._quick = False
@@ -117,6 +122,10 @@ class Loop:
         """What starts the flow. A few steps show no curve, so the small held-out rounds would only cost
         time."""
         return ("prompts",) if self._quick else ("prompts", "watch")
+
+    def _nice_of(self, name: str) -> int:
+        """How far a process stands back from the processor."""
+        return 0
 
     def _told(self, name: str) -> tuple[str, ...]:
         """More words on the command line of a process."""

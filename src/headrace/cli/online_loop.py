@@ -24,6 +24,7 @@ PHASES_FILE = "phases.json"
 START_FILE = "start.ckpt"
 TAKEN_BACK_S = 180.0
 """How long a demo goes on after its time, for the canary to see enough of a planted version."""
+BACKGROUND = ("trainer", "rollouts", "prompts")
 WARM_S = 5.0
 """At the start of a phase: what was asked before it still comes."""
 
@@ -77,6 +78,11 @@ class OnlineLoop(Loop):
     def _feeding(self) -> tuple[str, ...]:
         """No small rounds beside: the cores belong to the users."""
         return ("prompts",)
+
+    def _nice_of(self, name: str) -> int:
+        """Live first: no user waits for what trains and rolls out."""
+        nobody_waits = name.partition("-")[0] in BACKGROUND
+        return self._where.settings.demo.background_nice if nobody_waits else 0
 
     def _told(self, name: str) -> tuple[str, ...]:
         return ("--plant", self.plant) if self.plant and name == "trainer" else ()

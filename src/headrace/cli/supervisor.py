@@ -63,12 +63,15 @@ class Crew:
         stop_s: float = 20.0,
         restarts_max: int = 0,
         restart_s_max: float = RESTART_S_MAX,
+        nice_of: Callable[[str], int] = lambda _: 0,
     ) -> None:
+        """`nice_of`: how far the child of a name stands back from the processor, 0 to 19."""
         self.run_dir = run_dir
         self.children: dict[str, Child] = {}
         self._stop_s = stop_s
         self._restarts_max = restarts_max
         self._restart_s_max = restart_s_max
+        self._nice_of = nice_of
         self._died: asyncio.Future[ProcessDied] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +152,7 @@ class Crew:
         path = self.run_dir / "logs" / f"{name}.log"
         environment = os.environ | {SUPERVISOR_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         with path.open("ab") as output:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "headrace", *words, "--run-dir", str(self.run_dir), "--name", name),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
@@ -157,6 +160,9 @@ class Crew:
                 env=environment,
                 start_new_session=True,
             )
+        if nice := self._nice_of(name):
+            _stand_back(process.pid, nice)
+        return process
 
     async def _watch(self, child: Child) -> None:
         while True:
@@ -194,6 +200,15 @@ class Crew:
                     + tail(child.log_path)
                 )
             )
+
+
+def _stand_back(pid: int, nice: int) -> None:
+    """Before it has threads or children, which inherit it. Linux may share the processor out by session
+    (sched(7), autogroup), and each child has one: then only the session's own value counts."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 def how(code: int) -> str:
