@@ -28,11 +28,9 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of prompts and earlier turns computed between two decode steps, at most."""
     chunk_tokens: int = 64
     """Own tokens (earlier turns) of one sequence computed in one step, at most."""
-    beside_live_rows: Annotated[int, msgspec.Meta(ge=1)] = 24
-    """Rollout sequences that share a step with live ones, at most; the others wait. Up to so many rows a
-    step's time hardly grows."""
-    beside_live_tokens: int = 128
-    """`step_tokens` of such a step."""
+    beside_live_rows: Annotated[int, msgspec.Meta(ge=1)] = 8
+    """Rollout sequences that share a step with live ones, at most; the others wait, and of new prompts one is
+    computed. More make rollouts quicker and live users slower (benchmarks/live_lane.md)."""
     threads: int = 1
     """Of torch; the numbers do not depend on it."""
     stop_ms_max: int = 5_000

@@ -137,6 +137,7 @@ class Engine:
         """One round for every running sequence. False when there was nothing to compute."""
         self._swap()
         self._drop_cancelled()
+        self._scheduler.begin_round()
         began = time.perf_counter()
         fresh, room = self._admit()
         if not fresh and not self._running:
@@ -200,8 +201,8 @@ class Engine:
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens beside the decoding that rollouts may have computed in this step."""
-        return self._config.beside_live_tokens if self._scheduler.live_runs else self._config.step_tokens
+        """Tokens that rollouts may have computed in this step, beside the decoding and a first prompt."""
+        return 0 if self._scheduler.live_near else self._config.step_tokens
 
     def _prefill(self, missing: dict[tuple[int, ...], list[Running]]) -> None:
         """Of prompts that all begin with the same weights."""

@@ -2,18 +2,22 @@
 clock.
 
 A *slot* is the place of one sequence in the decoder. Rollouts never hold more than `slots - live_slots`, so
-a live sequence always finds one that rollouts can't take; and while live ones hold slots, no rollout gets one
+a live sequence always finds one that rollouts can't take; and while live users are about, no rollout gets one
 beyond `beside_live`, so that they share small, quick steps. Any thread may offer; only the engine's takes.
 """
 
 import threading
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from headrace.errors import Overloaded
 from headrace.rpc.generation import Lane
 
 _T = TypeVar("_T")
+
+LIVE_ROUNDS: Final = 64
+"""Steps after the last live sequence in which the next one is still expected: half a second or so. One that
+comes in the middle of a step has to wait for its end."""
 
 
 class Scheduler(Generic[_T]):
@@ -25,6 +29,7 @@ class Scheduler(Generic[_T]):
         self._rollout_slots_max = slots - live_slots
         self._beside_live = beside_live
         self._rollout_slots = 0
+        self._live_rounds = 0
         self._free = list(range(slots - 1, -1, -1))
         self._lane_of: dict[int, Lane] = {}
         self._waiting: dict[Lane, deque[_T]] = {"live": deque(), "rollout": deque()}
@@ -43,6 +48,11 @@ class Scheduler(Generic[_T]):
             waiting.extend(items)
             self._woken = True
             self._changed.notify()
+
+    def begin_round(self) -> None:
+        """Once a step, before `peek`."""
+        with self._changed:
+            self._live_rounds = max(0, self._live_rounds - 1)
 
     def peek(self) -> tuple[Lane, _T] | None:
         """Who is next and may have a slot now."""
@@ -68,7 +78,9 @@ class Scheduler(Generic[_T]):
     def give_back(self, slot: int) -> None:
         """Makes a taken slot free again."""
         with self._changed:
-            self._rollout_slots -= self._lane_of.pop(slot) == "rollout"
+            lane = self._lane_of.pop(slot)
+            self._rollout_slots -= lane == "rollout"
+            self._live_rounds = LIVE_ROUNDS if lane == "live" else self._live_rounds
             self._free.append(slot)
 
     def remove(self, items: list[_T]) -> list[_T]:
@@ -95,14 +107,14 @@ class Scheduler(Generic[_T]):
             self._woken = False
 
     @property
-    def live_runs(self) -> bool:
-        """A live sequence holds a slot."""
-        return len(self._lane_of) > self._rollout_slots
+    def live_near(self) -> bool:
+        """A live sequence holds a slot, or did a moment ago."""
+        return self._live_rounds > 0 or len(self._lane_of) > self._rollout_slots
 
     @property
     def rollouts_max(self) -> int:
         """Rollouts that may share a step as things are."""
-        return self._beside_live if self.live_runs else self._rollout_slots_max
+        return self._beside_live if self.live_near else self._rollout_slots_max
 
     @property
     def slots_used(self) -> int:

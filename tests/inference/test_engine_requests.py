@@ -6,6 +6,7 @@ from tiny_model import CONFIG, TINY, complete, generation, numbers, run_out, ser
 
 from headrace.clock import ManualClock
 from headrace.errors import InferenceError, InferenceUnavailable, Overloaded
+from headrace.inference import scheduler
 from headrace.inference.engine import Engine
 from headrace.rpc.generation import Sequence
 from headrace.wire.records import Span
@@ -113,9 +114,10 @@ def test_live_overtakes_rollouts() -> None:
     assert len(rollouts.done) == 6
 
 
-def test_only_the_oldest_rollouts_go_on_beside_live() -> None:
-    """Six rollouts run, two may share a step with live: during three live tokens the two oldest go on, then
-    all; each ends with the numbers that it has without live."""
+def test_only_the_oldest_rollouts_go_on_beside_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six rollouts run, two may share a step with live: during three live tokens, and a step longer, the two
+    oldest go on, then all; each ends with the numbers that it has without live."""
+    monkeypatch.setattr(scheduler, "LIVE_ROUNDS", 2)
     config = msgspec.structs.replace(CONFIG, beside_live_rows=2)
     alone = complete(tiny_engine(config), generation(members=6))[0]
     engine = tiny_engine(config)
@@ -123,11 +125,11 @@ def test_only_the_oldest_rollouts_go_on_beside_live() -> None:
     engine.step()
     _, live = submit(engine, generation("live", lane="live", tokens_max=3))
     made = []
-    for _ in range(4):
+    for _ in range(5):
         before = engine.status().tokens_generated
         engine.step()
         made.append(engine.status().tokens_generated - before)
-    assert made == [3, 3, 3, 6]
+    assert made == [3, 3, 3, 2, 6]
     assert live.done[0].finish == "length"
     run_out(engine)
     assert [numbers(rollouts.done[m]) for m in range(6)] == [numbers(alone[m]) for m in range(6)]
@@ -136,7 +138,7 @@ def test_only_the_oldest_rollouts_go_on_beside_live() -> None:
 def test_prompts_of_rollouts_are_few_beside_live() -> None:
     """Beside a live sequence one new prompt of a rollout is computed in a step, without live as many as
     `step_tokens` holds."""
-    engine = tiny_engine(msgspec.structs.replace(CONFIG, beside_live_tokens=100))
+    engine = tiny_engine()
     submit(engine, generation("live", lane="live", tokens_max=3))
     engine.step()
     for name in ("a", "bb", "ccc"):

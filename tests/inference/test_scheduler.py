@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from headrace.errors import Overloaded
-from headrace.inference.scheduler import Scheduler
+from headrace.inference.scheduler import LIVE_ROUNDS, Scheduler
 
 
 def scheduler(slots: int = 3, live_slots: int = 1, beside: int = 9, queue_max: int = 4) -> Scheduler[str]:
@@ -41,7 +41,7 @@ def test_live_goes_before_older_rollouts() -> None:
 
 
 def test_few_rollouts_beside_live() -> None:
-    """While a live sequence holds a slot rollouts get their few; when it is gone, all of theirs."""
+    """While a live sequence holds a slot rollouts get their few; a while after it is gone, all of theirs."""
     queue = scheduler(slots=6, beside=2, queue_max=9)
     queue.offer("rollout", [f"r{n}" for n in range(7)], "t")
     queue.offer("live", ["l1"], "t")
@@ -49,9 +49,11 @@ def test_few_rollouts_beside_live() -> None:
     assert live == ("live", "l1")
     slot = queue.take("live")
     assert drain(queue) == ["r0", "r1"]
-    assert (queue.live_runs, queue.rollouts_max) == (True, 2)
     queue.give_back(slot)
-    assert (queue.live_runs, queue.rollouts_max) == (False, 5)
+    for _ in range(LIVE_ROUNDS):
+        assert (queue.live_near, queue.rollouts_max) == (True, 2)
+        queue.begin_round()
+    assert (queue.live_near, queue.rollouts_max) == (False, 5)
     assert drain(queue) == ["r2", "r3", "r4"]
 
 
