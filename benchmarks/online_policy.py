@@ -2,21 +2,27 @@
 
 The real engine samples, the real feedback join's rules judge, the real trainer learns; only the log between
 them is left out (`headrace demo --online` has it). Before and after are measured on packages that were never
-trained on, on the same trials. Then the same start is trained under another pair of rewards: the chance of an
+trained on, on the same trials. The same start is trained under other pairs of rewards too: the chance of an
 accept at which it begins to show should move with the break-even, reject / (reject - accept).
 
-    python -m benchmarks.online_policy [--steps N] [--start FILE]
+    python -m benchmarks.online_policy [--steps N] [--plot FILE]
 """
 
 import argparse
 import asyncio
 import random
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from benchmarks.page import header, table
 from headrace.inference.config import InferenceConfig
@@ -28,7 +34,7 @@ from headrace.policy.model import ModelConfig, Weights
 from headrace.policy.tokenizer import Tokenizer
 from headrace.producers import figures, measure, open_files
 from headrace.producers.config import EditorsConfig
-from headrace.producers.figures import Change
+from headrace.producers.figures import Bin, Change, Interval
 from headrace.producers.measure import Answer, Result, Trial
 from headrace.streams.suggestion import Rewards, Signals
 from headrace.trainer import sequence
@@ -41,7 +47,9 @@ from headrace.wire.packed import pack_f32, pack_u32
 from headrace.wire.records import Feedback, Rollout, RolloutStep
 
 FLICKER_MS = 100
-PAIRS = ((0.75, -0.25), (0.5, -0.5))
+PAIRS = ((0.75, -0.25), (0.85, -0.15), (0.65, -0.35))
+HELD_SEED = 11
+"""Of the held-out trials: none of these was looked at while settings were chosen."""
 EDGES = (0.0, 0.05, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)
 EDITORS = EditorsConfig(
     function_tokens_max=80,
@@ -146,7 +154,7 @@ class World:
         return [measure.result(answer, judged) for answer in answers]
 
     def heldout_trials(self, count: int) -> list[Trial]:
-        return measure.trials(self.heldout, EDITORS, count=count, seed=7, name="held")
+        return measure.trials(self.heldout, EDITORS, count=count, seed=HELD_SEED, name="held")
 
 
 async def practice(world: World, judged: measure.Judge, steps: int, batch: int) -> Weights:
@@ -211,53 +219,110 @@ def rows_of(found: Change) -> list[list[object]]:
     ]
 
 
-async def main() -> None:
+@dataclass(frozen=True)
+class Outcome:
+    """Of one pair of rewards."""
+
+    rewards: Rewards
+    minutes: float
+    found: Change
+    bins: list[Bin]
+    threshold: Interval
+
+    @property
+    def name(self) -> str:
+        return f"{self.rewards.accepted:+g} / {self.rewards.rejected:+g}"
+
+    @property
+    def break_even(self) -> float:
+        return self.rewards.rejected / (self.rewards.rejected - self.rewards.accepted)
+
+
+async def outcome(world: World, rewards: Rewards, steps: int, batch: int, trials: int) -> Outcome:
+    """From the start, `steps` steps; before and after on the same trials."""
+    held = world.heldout_trials(trials)
+    judged = judge(rewards)
+    began_s = time.monotonic()
+    after = await practice(world, judged, steps, batch)
+    minutes = (time.monotonic() - began_s) / 60
+    results = [await world.measured(weights, held, judged) for weights in (world.start, after)]
+    accept, show = chances(after, world.model, world.codec, held)
+    return Outcome(
+        rewards,
+        minutes,
+        figures.change(*results),
+        figures.bins(accept, show, EDGES),
+        figures.threshold(accept, show),
+    )
+
+
+def work(pair: tuple[float, float], start: Path, sizes: tuple[int, int, int]) -> Outcome:
+    """One process's share. `sizes`: steps, suggestions a step, trials."""
+    torch.set_num_threads(1)
+    invariant.warm_up()
+    rewards = Rewards(accepted=pair[0], rejected=pair[1])
+    return asyncio.run(outcome(World(start), rewards, *sizes))
+
+
+def told(done: Outcome, steps: int, batch: int, trials: int) -> str:
+    rows = [[f"{b.low:g} to {b.high:g}", b.trials, round(b.accept, 3), round(b.show, 3)] for b in done.bins]
+    return (
+        f"## Rewards {done.name}\n\n{steps} steps of {batch} suggestions, "
+        f"{done.minutes:.1f} minutes of practice; {trials} held-out trials.\n\n"
+        + table(["", "before", "after"], rows_of(done.found))
+        + f"\nFewer suggestions: {done.found.fewer}; accept rate higher by: {done.found.higher}; "
+        f"reward per request: {done.found.reward}.\n\n"
+        + table(["chance of an accept", "trials", "its mean", "shown"], rows)
+    )
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Shown by the chance of an accept, a curve a pair, with the break-even and the learned threshold."""
+    figure = Figure(figsize=(6.4, 4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for done, colour in zip(outcomes, ("#2563a8", "#d9771e", "#3a8f5c"), strict=False):
+        label = f"{done.name}: break-even {done.break_even:.2f}, learned {done.threshold.value:.2f}"
+        axes.plot(
+            [b.accept for b in done.bins], [b.show for b in done.bins], marker="o", color=colour, label=label
+        )
+        axes.axvline(done.break_even, color=colour, linestyle="--", linewidth=1)
+    axes.set(xlabel="a place's chance of an accept", ylabel="shown", ylim=(0, 1))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=84)
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--trials", type=int, default=960)
-    parser.add_argument("--start", type=Path, help="weights of an earlier --save-start")
-    parser.add_argument("--save-start", type=Path)
-    parser.add_argument(
-        "--rewards", type=float, nargs=2, help="accepted and rejected; both pairs if not given"
-    )
+    parser.add_argument("--rewards", type=float, nargs=2, help="accepted, rejected; all pairs if not given")
+    parser.add_argument("--jobs", type=int, default=2, help="pairs at a time, each on one core")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
     invariant.warm_up()
-    world = World(args.start)
-    if args.save_start:
-        checkpoint.save(args.save_start, world.start)
-    trials = world.heldout_trials(args.trials)
-    parts, thresholds = [], []
-    for accepted, rejected in [args.rewards] if args.rewards else PAIRS:
-        judged = judge(Rewards(accepted=accepted, rejected=rejected))
-        began_s = time.monotonic()
-        after = await practice(world, judged, args.steps, args.batch)
-        minutes = (time.monotonic() - began_s) / 60
-        results = [await world.measured(weights, trials, judged) for weights in (world.start, after)]
-        accept, show = chances(after, world.model, world.codec, trials)
-        thresholds.append(
-            [
-                f"{accepted:+g} / {rejected:+g}",
-                rejected / (rejected - accepted),
-                figures.threshold(accept, show),
-            ]
-        )
-        found = figures.change(*results)
-        text = f"## Rewards {accepted:+g} / {rejected:+g}\n\n{args.steps} steps of {args.batch} suggestions,"
-        text += f" {minutes:.1f} minutes of practice; {len(trials)} held-out trials.\n\n"
-        text += table(["", "before", "after"], rows_of(found)) + f"\nFewer suggestions: {found.fewer};"
-        text += f" accept rate higher by: {found.higher}; reward per request: {found.reward}.\n\n"
-        rows = [
-            [f"{b.low:g} to {b.high:g}", b.trials, round(b.accept, 3), round(b.show, 3)]
-            for b in figures.bins(accept, show, EDGES)
-        ]
-        parts.append(text + table(["chance of an accept", "trials", "its mean", "shown"], rows))
+    sizes = args.steps, args.batch, args.trials
+    with tempfile.TemporaryDirectory() as home:
+        start = Path(home) / "start.safetensors"
+        checkpoint.save(start, World(None).start)
+        pairs = [tuple(args.rewards)] if args.rewards else PAIRS
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+            outcomes = list(
+                pool.map(
+                    partial(work, start=start, steps=args.steps, batch=args.batch, trials=args.trials), pairs
+                )
+            )
     print(header("Online learning from simulated editors", "torch"))
-    print("\n".join(parts))
+    print("\n".join(told(done, *sizes) for done in outcomes))
     print("## The learned threshold\n")
-    print(table(["rewards", "break-even", "shown as often as not at"], thresholds))
+    rows = [[done.name, done.break_even, done.threshold] for done in outcomes]
+    print(table(["rewards", "break-even", "shown as often as not at"], rows))
+    if args.plot:
+        draw(outcomes, args.plot)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
