@@ -310,11 +310,7 @@ def main() -> None:
         checkpoint.save(start, World(None).start)
         pairs = [tuple(args.rewards)] if args.rewards else PAIRS
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-            outcomes = list(
-                pool.map(
-                    partial(work, start=start, steps=args.steps, batch=args.batch, trials=args.trials), pairs
-                )
-            )
+            outcomes = list(pool.map(partial(work, start=start, sizes=sizes), pairs))
     print(header("Online learning from simulated editors", "torch"))
     print("\n".join(told(done, *sizes) for done in outcomes))
     print("## The learned threshold\n")
