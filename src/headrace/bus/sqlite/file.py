@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from headrace.bus.protocol import Positions
 from headrace.errors import BusError, BusUnavailable
 
 MEMORY = ":memory:"
@@ -63,6 +64,20 @@ CREATE TABLE positions (
 _T = TypeVar("_T")
 
 
+class Heads(NamedTuple):
+    """What a commit may have moved. `version`: another number after every commit."""
+
+    version: int
+    ends: dict[tuple[str, int], int]
+    """Of each partition of a topic: the offset that its next record gets."""
+    generations: dict[str, int]
+    """Of each consumer group."""
+
+    def beyond(self, positions: Positions) -> bool:
+        """There is something to read, or to be told, at one of `positions`."""
+        return any(self.ends.get(tp) != position for tp, position in positions.items())
+
+
 class LogFile:
     """An opened file. `write` and `read` run a function of a connection inside one transaction."""
 
@@ -74,7 +89,10 @@ class LogFile:
         """
         self.path = path
         self._lock_wait_ms = lock_wait_ms
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[bool], Callable[[Heads], bool]] = {}
+        self._look: asyncio.TimerHandle | None = None
+        self._nap_ms = POLL_MS_MIN
+        self._heads = Heads(-1, {}, {})
         self._commits = 0
         self._opened: list[sqlite3.Connection] = []
         try:
@@ -102,38 +120,73 @@ class LogFile:
             self._write_thread, lambda: self._transaction(self._writer, "IMMEDIATE", work)
         )
         self._commits += 1
-        for waiter in self._waiters:
-            _wake(waiter)
+        if self._waiting:
+            self._wake()
         return result
 
     async def read(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """`work` on one consistent snapshot of everything committed."""
         return await self._call(self._read_thread, lambda: self._transaction(self._reader, "DEFERRED", work))
 
-    def version(self) -> int:
-        """Another number after every commit of any process. Take it before a read to know later whether to
-        look again.
-        """
-        if self.in_memory:
-            return self._commits
+    def heads(self) -> Heads:
+        """As of the last commit of any process."""
         with self._named_errors():
-            version: int = self._watcher.execute("PRAGMA data_version").fetchone()[0]
-            return version
+            version = (
+                self._commits
+                if self.in_memory
+                else self._watcher.execute("PRAGMA data_version").fetchone()[0]
+            )
+            if version != self._heads.version:
+                ends = self._watcher.execute("SELECT topic, partition, next FROM partitions").fetchall()
+                generations = self._watcher.execute("SELECT name, generation FROM groups").fetchall()
+                self._heads = Heads(version, {(t, p): end for t, p, end in ends}, dict(generations))
+        return self._heads
 
-    async def changed(self, version: int, deadline_s: float) -> bool:
-        """True as soon as `version()` differs, False at `deadline_s` of the loop's clock.
+    async def wait(self, moved: Callable[[Heads], bool], deadline_s: float) -> bool:
+        """True as soon as `moved(heads())`, False at `deadline_s` of the loop's clock.
 
-        Looks often at first and rarely later; a commit of this process wakes it at once.
+        One look serves all who wait in this process: often at first and after a change, rarely later; a
+        commit of this process wakes at once. Raises as `heads`.
         """
+        heads = self.heads()
+        if moved(heads):
+            return True
         loop = asyncio.get_running_loop()
-        nap_ms = POLL_MS_MIN
-        while self.version() == version:
-            left_s = deadline_s - loop.time()
-            if left_s <= 0:
-                return False
-            await self._nap(left_s if self.in_memory else min(nap_ms / 1000, left_s))
-            nap_ms = min(nap_ms * 1.5, POLL_MS_MAX)
-        return True
+        waiter: asyncio.Future[bool] = loop.create_future()
+        alarm = loop.call_at(deadline_s, _answer, waiter, False)
+        self._waiting[waiter] = moved
+        self._nap_ms = POLL_MS_MIN
+        if self._look is None and not self.in_memory:
+            self._look = loop.call_later(self._nap_ms / 1000, self._watch, heads.version)
+        try:
+            return await waiter
+        finally:
+            alarm.cancel()
+            del self._waiting[waiter]
+            if self._look is not None and not self._waiting:
+                self._look.cancel()
+                self._look = None
+
+    def _watch(self, seen: int) -> None:
+        """Looks, and again after a nap."""
+        version = self._wake()
+        self._nap_ms = min(self._nap_ms * 1.5, POLL_MS_MAX) if version == seen else POLL_MS_MIN
+        loop = asyncio.get_running_loop()
+        self._look = loop.call_later(self._nap_ms / 1000, self._watch, version)
+
+    def _wake(self) -> int:
+        """Tells those who wait for what is there; the version looked at."""
+        try:
+            heads = self.heads()
+        except BusError as error:
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_exception(error)
+            return self._heads.version
+        for waiter, moved in self._waiting.items():
+            if moved(heads):
+                _answer(waiter, True)
+        return heads.version
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -163,17 +216,6 @@ class LogFile:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
 
-    async def _nap(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        alarm = loop.call_later(seconds, _wake, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            alarm.cancel()
-            self._waiters.discard(waiter)
-
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(
             self.path,
@@ -196,9 +238,9 @@ class LogFile:
             raise _named(error, self.path, self._lock_wait_ms) from error
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
+def _answer(waiter: "asyncio.Future[bool]", moved: bool) -> None:
     if not waiter.done():
-        waiter.set_result(None)
+        waiter.set_result(moved)
 
 
 def _create_schema(db: sqlite3.Connection, path: str, lock_wait_ms: int) -> None:

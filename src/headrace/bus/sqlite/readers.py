@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from headrace import failpoints
 from headrace.bus.protocol import Delivery, Positions, TopicPartition
 from headrace.bus.sqlite import groups, log
-from headrace.bus.sqlite.file import LogFile
+from headrace.bus.sqlite.file import Heads, LogFile
 from headrace.errors import BusUnavailable, Fenced
 
 _logger = logging.getLogger(__name__)
@@ -29,12 +29,13 @@ class SqliteReader:
     async def read(self, *, records_max: int = 500, wait_ms: int = 1000) -> list[Delivery]:
         deadline_s = asyncio.get_running_loop().time() + wait_ms / 1000
         while True:
-            version = self._file.version()
             order = _rotated(self._positions)
             deliveries, after = await self._file.read(lambda db: log.read(db, order, records_max))  # noqa: B023 - awaited here
             passed_gap = after != self._positions
             self._positions = after
-            if deliveries or passed_gap or not await self._file.changed(version, deadline_s):
+            if deliveries or passed_gap:
+                return deliveries
+            if not await self._file.wait(lambda heads: heads.beyond(self._positions), deadline_s):
                 return deliveries
 
     def positions(self) -> dict[TopicPartition, int]:
@@ -66,7 +67,6 @@ class SqliteMember:
         while True:
             if self._fenced is not None:
                 raise self._fenced
-            version = self._file.version()
             found = await self._file.read(lambda db: self._look(db, records_max))
             if found is None:
                 await self._file.write(lambda db: groups.heartbeat(db, self._me))
@@ -74,7 +74,7 @@ class SqliteMember:
                 self._take(found)
             else:
                 deliveries, self._positions = found
-                if deliveries or not await self._file.changed(version, deadline_s):
+                if deliveries or not await self._file.wait(self._moved, deadline_s):
                     return deliveries
 
     def assignment(self) -> frozenset[TopicPartition]:
@@ -101,6 +101,11 @@ class SqliteMember:
                 _logger.warning(
                     "heart-beat missed: group=%s member=%s %s", self._me.group, self._me.member_id, error
                 )
+
+    def _moved(self, heads: Heads) -> bool:
+        return (
+            heads.beyond(self._positions) or heads.generations.get(self._me.group) != self._owned.generation
+        )
 
     def _look(
         self, db: sqlite3.Connection, records_max: int
