@@ -157,7 +157,7 @@ class World:
         return measure.trials(self.heldout, EDITORS, count=count, seed=HELD_SEED, name="held")
 
 
-async def practice(world: World, judged: measure.Judge, steps: int, batch: int) -> Weights:
+async def practice(world: World, judged: measure.Judge, steps: int, batch: int, name: str) -> Weights:
     """The weights after `steps` steps on `batch` suggestions each, of the training packages."""
     state, mean = fresh(world.start, {}), None
     async with Replica(world.model, InferenceConfig()) as replica:
@@ -179,7 +179,10 @@ async def practice(world: World, judged: measure.Judge, steps: int, batch: int) 
             )
             state = learned.state
             shown = sum(found.shown for _, found in told) / batch
-            print(f"step {step + 1}/{steps} shown {shown:.2f} reward {sum(rewards) / batch:+.3f}", flush=True)
+            print(
+                f"{name}: step {step + 1}/{steps} shown {shown:.2f} reward {sum(rewards) / batch:+.3f}",
+                flush=True,
+            )
     return published(state.masters)
 
 
@@ -228,6 +231,10 @@ class Outcome:
     found: Change
     bins: list[Bin]
     threshold: Interval
+    kinds: list[tuple[str, int, float, float]]
+    """Kind of place, trials, mean chance of an accept, mean share in which something is shown."""
+    threshold_of_kinds: Interval
+    """Where each place stands for its kind's mean chance: what a policy can know before it has written."""
 
     @property
     def name(self) -> str:
@@ -243,16 +250,29 @@ async def outcome(world: World, rewards: Rewards, steps: int, batch: int, trials
     held = world.heldout_trials(trials)
     judged = judge(rewards)
     began_s = time.monotonic()
-    after = await practice(world, judged, steps, batch)
+    after = await practice(world, judged, steps, batch, f"{rewards.accepted:+g}")
     minutes = (time.monotonic() - began_s) / 60
     results = [await world.measured(weights, held, judged) for weights in (world.start, after)]
     accept, show = chances(after, world.model, world.codec, held)
+    places: dict[str, list[tuple[float, float]]] = {}
+    for trial, *both in zip(held, accept, show, strict=True):
+        places.setdefault(trial.cursor.kind, []).append((both[0], both[1]))
+    kinds = sorted(
+        (
+            (kind, len(of), *(sum(side) / len(of) for side in zip(*of, strict=True)))
+            for kind, of in places.items()
+        ),
+        key=lambda row: row[2],
+    )
+    of_kind = {kind: chance for kind, _, chance, _ in kinds}
     return Outcome(
         rewards,
         minutes,
         figures.change(*results),
         figures.bins(accept, show, EDGES),
         figures.threshold(accept, show),
+        kinds,
+        figures.threshold([of_kind[trial.cursor.kind] for trial in held], show),
     )
 
 
@@ -273,23 +293,29 @@ def told(done: Outcome, steps: int, batch: int, trials: int) -> str:
         + f"\nFewer suggestions: {done.found.fewer}; accept rate higher by: {done.found.higher}; "
         f"reward per request: {done.found.reward}.\n\n"
         + table(["chance of an accept", "trials", "its mean", "shown"], rows)
+        + "\n"
+        + table(["kind of place", "trials", "chance of an accept", "shown"], [*map(list, done.kinds)])
     )
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Shown by the chance of an accept, a curve a pair, with the break-even and the learned threshold."""
-    figure = Figure(figsize=(6.4, 4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(10, 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    places, kinds = figure.subplots(1, 2)
     for done, colour in zip(outcomes, ("#2563a8", "#d9771e", "#3a8f5c"), strict=False):
-        label = f"{done.name}: break-even {done.break_even:.2f}, learned {done.threshold.value:.2f}"
-        axes.plot(
-            [b.accept for b in done.bins], [b.show for b in done.bins], marker="o", color=colour, label=label
+        label = f"{done.name}: pays from {done.break_even:.2f}"
+        points = (
+            [(b.accept, b.show) for b in done.bins],
+            [(chance, show) for _, _, chance, show in done.kinds],
         )
-        axes.axvline(done.break_even, color=colour, linestyle="--", linewidth=1)
-    axes.set(xlabel="a place's chance of an accept", ylabel="shown", ylim=(0, 1))
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, frameon=False)
+        for axes, at in zip((places, kinds), points, strict=True):
+            axes.plot(*zip(*at, strict=True), marker="o", color=colour, label=label)
+            axes.axvline(done.break_even, color=colour, linestyle="--", linewidth=1)
+    for axes, of in ((places, "a place"), (kinds, "a kind of places")):
+        axes.set(xlabel=f"{of}: chance of an accept", ylabel="shown", ylim=(0, 1))
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7, frameon=False)
     figure.savefig(path)
 
 
@@ -314,8 +340,8 @@ def main() -> None:
     print(header("Online learning from simulated editors", "torch"))
     print("\n".join(told(done, *sizes) for done in outcomes))
     print("## The learned threshold\n")
-    rows = [[done.name, done.break_even, done.threshold] for done in outcomes]
-    print(table(["rewards", "break-even", "shown as often as not at"], rows))
+    rows = [[done.name, done.break_even, done.threshold, done.threshold_of_kinds] for done in outcomes]
+    print(table(["rewards", "break-even", "shown as often as not at", "the same by kind of place"], rows))
     if args.plot:
         draw(outcomes, args.plot)
 
