@@ -97,14 +97,16 @@ def bucket_of(user: str) -> int:
 
 def values_of(exposure: Exposure) -> dict[str, float]:
     """What one exposure says, by metric: larger is better. Reward counts requests that stayed silent too, so
-    that a model which never shows anything is seen; the accepted share is of what was shown."""
+    that a model which never shows anything is seen; the accepted share is of what was shown. An answer that
+    is neither silence nor text, or that no user came to see, counts against `suggested` as silence does."""
+    seen = exposure.shown and not exposure.silent
     values = {
         "reward": exposure.reward,
-        "suggested": 0.0 if exposure.silent else 1.0,
+        "suggested": 1.0 if seen else 0.0,
         "silent": 1.0 if exposure.silent else 0.0,
         "speed": -math.log1p(max(0, exposure.latency_ms)),
     }
-    if exposure.shown and not exposure.silent:
+    if seen:
         values["accepted"] = exposure.accepted
     return values
 

@@ -7,8 +7,9 @@ A suggestion is made by inference (its live step on `rollout.steps`), and its wi
 of that step. It closes once, whatever the order in which the two topics are read:
 
     judged      shown, and accepted, rejected, undone or ignored; or silent by choice: a `Judgement`
-    not judged  never shown, superseded before it could be read, or the rest of another suggestion:
-                `GroupFailed` with that reason, so that the unit is accounted, and is never trained
+    not judged  never shown (known at once of an answer that is no text), superseded before it could be
+                read, or the rest of another suggestion: `GroupFailed` with that reason, so that the unit
+                is accounted, and is never trained
     orphan      an event whose suggestion is not made within `orphan_ms` after it: to `dead.letters`
 
 A suggestion that is *typed through* is one unit: when the first event of an id names another in `continues`,
@@ -158,8 +159,11 @@ class FeedbackJoin:
             state.made = True
             return self._continued(key, made, state)
         held = state if isinstance(state, Held) else Held([])
+        late = ("late",) * len(held.events)
         if step.finish == SILENT:
-            return self._judged(key, made, at_ms, silent=True, counts=("late",) * len(held.events))
+            return self._judged(key, made, at_ms, silent=True, counts=late)
+        if not step.text_length:
+            return self._dropped(key, made, "never_shown", at_ms, "no_text", late)
         early = [waiting for waiting in held.events if waiting.at_ms < at_ms]
         if early:
             made.early = Held(early, held.bytes)
@@ -296,16 +300,15 @@ class FeedbackJoin:
         timer_ms = _rounded(state.first_ms + self._config.window_ms + 1)
         return Result(state, dropped.outputs[:1], timer_ms, dropped.counts)
 
-    def _dropped(self, key: str, state: Open, reason: str, at_ms: int, count: str) -> Result:
+    def _dropped(
+        self, key: str, state: Open, reason: str, at_ms: int, count: str, counts: tuple[str, ...] = ()
+    ) -> Result:
         failed = GroupFailed(run=state.run, group_id=key, attempt=state.attempt, reason=reason)
-        return self._closed(
-            at_ms,
-            (
-                Output(ROLLOUT_STEPS.name, key, failed, f"{key}/failed"),
-                Output(EXPOSURES.name, key, _exposure(key, state, at_ms), f"{key}/exposure"),
-            ),
-            (f"closed.{count}",),
+        outputs = (
+            Output(ROLLOUT_STEPS.name, key, failed, f"{key}/failed"),
+            Output(EXPOSURES.name, key, _exposure(key, state, at_ms), f"{key}/exposure"),
         )
+        return self._closed(at_ms, outputs, (*counts, f"closed.{count}"))
 
     @property
     def _orphan_reason(self) -> str:

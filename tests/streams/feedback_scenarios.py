@@ -41,6 +41,11 @@ def _same(event: Feedback, times: int) -> list[Record]:
 
 SCENARIOS = [
     Scenario("never shown", lambda s: [suggestion(s)], NEVER_SHOWN),
+    Scenario(
+        "an answer that is no text, whatever is said of it",
+        lambda s: [suggestion(s, text_length=0), said(s, "shown"), said(s, "accepted")],
+        NEVER_SHOWN,
+    ),
     Scenario("ended without having been shown", lambda s: [suggestion(s), said(s, "ignored")], NEVER_SHOWN),
     Scenario("shown, and no signal", lambda s: [suggestion(s), said(s, "shown")], IGNORED),
     Scenario(

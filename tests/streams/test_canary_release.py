@@ -48,6 +48,21 @@ def test_a_broken_version_is_taken_back_and_not_tried_again() -> None:
     assert said(feed(canary, [published(2)])) == [("promoted", 2, 0.1)]
 
 
+def test_a_version_that_answers_only_garbage_is_taken_back() -> None:
+    """Nothing of it is shown, and it is not silent either: its suggestions are missed, within 60 exposures,
+    though users never reject one."""
+    canary = trying()
+    garbage = [
+        exposure(number, 1, "canary", reward=0.0, shown=False) if item.cohort == "canary" else item
+        for number, item in enumerate(day(100, stable=0, canary=1))
+    ]
+    decided = feed(canary, garbage)
+    assert said(decided) == [("revoked", 1, 0.0)]
+    evidence = json.loads(decided[0].evidence)  # type: ignore[attr-defined]
+    assert evidence["reason"].startswith("suggested")
+    assert evidence["exposures"][0] <= 60
+
+
 def test_versions_that_come_too_fast_wait_and_the_newest_wins() -> None:
     """2, 3 and 4 come while 1 is under test: 1 is judged to its end, then 4 is tried; the record names 2 and
     3, which never serve a live user."""

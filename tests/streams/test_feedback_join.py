@@ -91,6 +91,16 @@ def test_ids_are_deterministic() -> None:
     assert (reward.range_min, reward.range_max, reward.evidence) == (-1.0, 1.0, "accepted")
 
 
+def test_an_answer_without_text_is_exposed_at_once() -> None:
+    """A model that answers only garbage must be seen as soon as one that is silent, not a window later."""
+    pipeline = Pipeline(CONFIG)
+    pipeline.send(suggestion("s", text_length=0), at_ms=100)
+    (exposure,) = pipeline.records(EXPOSURES.name)
+    assert (exposure.silent, exposure.shown, exposure.reward) == (False, False, 0.0)
+    assert (exposure.opened_ms, exposure.closed_ms, pipeline.join.open) == (100, 100, 0)
+    assert pipeline.join.counts["closed.no_text"] == 1
+
+
 def test_settled_suggestions_close_early() -> None:
     """With `settle_ms` a judged suggestion closes so long after its last signal, an undecided one with its
     window; a signal in between starts the wait again, being shown again ends it."""
