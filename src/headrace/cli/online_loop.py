@@ -57,6 +57,8 @@ class OnlineLoop(Loop):
 
     async def _start(self) -> bool:
         self._phases = Phases(planted=self.plant)
+        self._write()
+        planting.forget(self._where.home)
         if not (await self._silence() and await super()._start()):
             return False
         await self._crew.start("gateway", "gateway")
@@ -140,7 +142,8 @@ class OnlineLoop(Loop):
         )
 
     async def _plant(self, first_step: int, steps: int | None) -> None:
-        """Half-way bad weights are announced, until the canary takes one of them back."""
+        """Half-way bad weights are announced, until the canary takes one of them back; then until good ones
+        serve everybody."""
         if not self.plant:
             return
         half = first_step + max(1, (steps or 0) // 2)
@@ -152,14 +155,24 @@ class OnlineLoop(Loop):
         order = self._where.home / planting.ORDER_FILE
         order.touch()
         self._screen.phase(f"training: {self.plant} announced from now on, until the canary takes it back")
+        if not await self._until(lambda: bool(self._taken_back()), math.inf, "the canary to take it back"):
+            return
+        order.unlink(missing_ok=True)
+        versions = ", ".join(map(str, self._taken_back()))
+        self._screen.phase(f"training: version {versions} taken back; good weights again")
+        if await self._until(self._healed, math.inf, "a good version to serve everybody"):
+            self._screen.phase(
+                f"training: version {self.view.release.stable[-1]}, a good one, serves everybody"
+            )
 
-        def taken() -> list[int]:
-            return sorted(set(planting.planted(self._where.home)) & set(self.view.revoked))
+    def _taken_back(self) -> list[int]:
+        """Versions planted in this start that no user has any more, in order."""
+        return sorted(set(planting.planted(self._where.home)) & set(self.view.release.revoked))
 
-        if await self._until(lambda: bool(taken()), math.inf, "the canary to take it back"):
-            order.unlink(missing_ok=True)
-            versions = ", ".join(map(str, taken()))
-            self._screen.phase(f"training: version {versions} taken back; good weights again")
+    def _healed(self) -> bool:
+        """Whether everybody has a version that came after the one taken back, and is not itself planted."""
+        stable = self.view.release.stable[-1:]
+        return stable > self._taken_back()[:1] and stable[0] not in planting.planted(self._where.home)
 
     async def _alone(self) -> bool:
         """Editors without rollouts, for as long as `demo.alone_s` says."""

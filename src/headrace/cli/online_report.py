@@ -14,7 +14,7 @@ from headrace.cli.online_loop import Phases, phases_of
 from headrace.cli.online_view import OnlineView, quantile
 from headrace.cli.options import Place
 from headrace.errors import ConfigError
-from headrace.wire.records import WeightsRevoked
+from headrace.wire.records import TIME_MS_MAX, WeightsPromoted, WeightsRevoked
 
 if TYPE_CHECKING:
     from headrace.producers.figures import Bin, Change, Interval
@@ -191,24 +191,45 @@ def _over(value: int | None, unit: float) -> str:
 
 
 def _planted(found: Online) -> list[str]:
-    """What became of the bad versions."""
-    view, bad = found.view, set(found.planted)
+    """What became of the bad versions, and which good one came after them."""
+    view, bad = found.view, sorted(set(found.planted))
     name = f"planted: {found.phases.planted}"
     if not bad:
         return [f"{name}: the run ended before a version was announced with it"]
-    back = [(at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version in bad]
     made = [live for live in view.answers if live.version in bad]
-    first, last = min(bad), max(bad)
-    versions = f"{name} as version {first}" if first == last else f"{name} as versions {first} to {last}"
+    versions = f"{name} as version {bad[0]}" if len(bad) == 1 else f"{name} as versions {bad[0]} to {bad[-1]}"
+    back = [(at_ms, r) for at_ms, r in view.decisions if isinstance(r, WeightsRevoked) and r.version in bad]
     if not back:
         return [f"{versions}: NOT taken back; {len(made):,} suggestions were made by them"]
-    at_ms, record = back[0]
-    before = sum(live.at_ms <= at_ms for live in made)
-    return [
-        f"{versions}: version {record.version} taken back by {record.by} after {before:,} suggestions, "
-        f"{len(made) - before:,} came later",
-        f"evidence: {record.evidence}",
-    ]
+    told = [f"{versions}: {_back(view, *back[0])}", f"evidence: {back[0][1].evidence}"]
+    told += [f"tried before good ones came: {_back(view, at_ms, record)}" for at_ms, record in back[1:]]
+    good = _good_again(found, back[0][0])
+    if good is None:
+        return [*told, "no good version was given to everybody before the run ended"]
+    at_ms, version = good
+    before = _made(view, version, at_ms)
+    return [*told, f"version {version}, a good one, given to everybody after {before:,} suggestions"]
+
+
+def _back(view: OnlineView, at_ms: int, record: WeightsRevoked) -> str:
+    before, in_all = _made(view, record.version, at_ms), _made(view, record.version)
+    return (
+        f"version {record.version} taken back by {record.by} after {before:,} suggestions, "
+        f"{in_all - before:,} came later"
+    )
+
+
+def _made(view: OnlineView, version: int, until_ms: int = TIME_MS_MAX) -> int:
+    return sum(live.version == version and live.at_ms <= until_ms for live in view.answers)
+
+
+def _good_again(found: Online, since_ms: int) -> tuple[int, int] | None:
+    """(broker time, version): the first that was not planted and was given to everybody after `since_ms`."""
+    for at_ms, record in found.view.decisions:
+        given = isinstance(record, WeightsPromoted) and record.share == 1.0 and at_ms >= since_ms
+        if given and record.version not in found.planted:
+            return at_ms, record.version
+    return None
 
 
 def _revoked(found: Online) -> list[str]:

@@ -19,7 +19,7 @@ KINDS = ("broken-weights", "nan", "always-shows", "never-shows")
 ORDER_FILE = "plant"
 """In the run directory while bad weights shall be announced."""
 PLANTED_FILE = "planted"
-"""Versions that were, one a line."""
+"""Versions that were, one a line: those of the newest start."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +38,14 @@ def planter(kind: str, home: Path) -> "Callable[[int, Weights], Weights | None]"
     return plant
 
 
+def forget(home: Path) -> None:
+    """What an earlier demo of the run ordered and planted is over; before the trainer starts."""
+    for name in (ORDER_FILE, PLANTED_FILE):
+        (home / name).unlink(missing_ok=True)
+
+
 def planted(home: Path) -> list[int]:
-    """The versions that were planted in a run."""
+    """The versions that were planted since `forget`."""
     path = home / PLANTED_FILE
     return [int(line) for line in path.read_text().split()] if path.is_file() else []
 

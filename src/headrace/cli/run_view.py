@@ -13,6 +13,7 @@ from headrace.bus.protocol import Bus, Delivery, TopicPartition
 from headrace.errors import WireError
 from headrace.wire import records as r
 from headrace.wire.codec import decode
+from headrace.wire.release import Release
 from headrace.wire.topics import DEAD_LETTERS, EVALUATIONS, PROMPTS, TRAIN_STEPS, WEIGHTS, WEIGHTS_ACKS
 
 FOLLOWED = (
@@ -80,8 +81,7 @@ class RunView:
     steps: list[StepPoint] = field(default_factory=list)
     version: int | None = None
     """Newest announced version."""
-    revoked: list[int] = field(default_factory=list)
-    """Versions that were taken back from live users."""
+    release: Release = field(default_factory=Release)
     replicas: dict[str, r.WeightsAck] = field(default_factory=dict)
     rounds: dict[tuple[str, str, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """By (round, mode, version)."""
@@ -109,10 +109,10 @@ class RunView:
                 self.prompts += 1
             case r.TrainStep():
                 self._step(record)
-            case r.WeightsPublished():
-                self.version = record.version
-            case r.WeightsRevoked():
-                self.revoked.append(record.version)
+            case r.WeightsPublished() | r.WeightsPromoted() | r.WeightsRevoked():
+                self.release.learn(record)
+                if isinstance(record, r.WeightsPublished):
+                    self.version = record.version
             case r.WeightsAck() if record.outcome == "serving":
                 self.replicas[f"{record.region}/{record.replica}"] = record
             case r.Evaluation():
