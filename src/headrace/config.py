@@ -1,8 +1,8 @@
 """Settings: frozen msgspec structs beside their owners; TOML, environment and flags mirror one tree.
 
 Later wins: defaults, TOML files in order, environment (`HEADRACE_TRAINER__LR=3e-6`), flags (`--trainer.lr
-3e-6`). Unknown keys fail with the nearest name. Not here: the settings themselves, except `RunConfig`, which
-every process of a run shares.
+3e-6`; a list: `--canary.stages 0.1,0.5`). Unknown keys fail with the nearest name. Not here: the settings
+themselves, except `RunConfig`, which every process of a run shares.
 """
 
 import difflib
@@ -58,9 +58,9 @@ def resolve(
     for name, value in (environment or {}).items():
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             dotted = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            _merge(tree, _checked(config_type, _nested(dotted, value), f"environment {name}"))
+            _merge(tree, _told(config_type, dotted, value, f"environment {name}"))
     for dotted, value in (flags or {}).items():
-        _merge(tree, _checked(config_type, _nested(dotted, value), f"--{dotted}"))
+        _merge(tree, _told(config_type, dotted, value, f"--{dotted}"))
     try:
         return msgspec.convert(tree, config_type, strict=False, dec_hook=_path)
     except msgspec.ValidationError as error:
@@ -72,7 +72,7 @@ def changed(config: _T, flags: Mapping[str, str]) -> _T:
     known one, or what its value should be."""
     tree = msgspec.to_builtins(config)
     for dotted, value in flags.items():
-        _merge(tree, _checked(type(config), _nested(dotted, value), dotted))
+        _merge(tree, _told(type(config), dotted, value, dotted))
     try:
         return msgspec.convert(tree, type(config), strict=False, dec_hook=_path)
     except msgspec.ValidationError as error:
@@ -116,7 +116,25 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
-def _nested(dotted: str, value: str) -> dict[str, Any]:
+def _told(config_type: type[msgspec.Struct], dotted: str, text: str, place: str) -> dict[str, Any]:
+    """The tree of one setting that was given as text; of a list as `0.1,0.5` or `[0.1, 0.5]` (JSON)."""
+    value: Any = text
+    kind = msgspec.inspect.type_info(dotted_fields(config_type).get(dotted, (str, None))[0])
+    if isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.ListType):
+        try:
+            value = msgspec.json.decode(text) if text.startswith("[") else _parts(text)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{place}: expected a list, as a,b or as JSON, got {text!r}: {error}"
+            ) from error
+    return _checked(config_type, _nested(dotted, value), place)
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
+def _nested(dotted: str, value: Any) -> dict[str, Any]:
     first, _, rest = dotted.partition(".")
     return {first: _nested(rest, value) if rest else value}
 

@@ -25,6 +25,14 @@ def test_the_last_source_wins(tmp_path: Path) -> None:
     assert (found.run.region, found.run.seed, found.run.group_size, found.run.steps_max) == ("far", 2, 3, 4)
 
 
+@pytest.mark.parametrize("text", ["0.1,0.5", "0.1, 0.5", "[0.1, 0.5]"])
+def test_a_list_is_given_like_other_settings(text: str) -> None:
+    """As a flag and in the environment, of numbers and of words; one alone is a list of one."""
+    assert tree.load(None, environment={}, flags={"canary.stages": text}).canary.stages == (0.1, 0.5)
+    found = tree.load(None, environment={"HEADRACE_CANARY__STAGES": text}, flags={"editors.heldout": "toolz"})
+    assert (found.canary.stages, found.editors.heldout) == ((0.1, 0.5), ("toolz",))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "bound"),
     [
@@ -84,6 +92,10 @@ def test_a_moved_run_directory_works(tmp_path: Path) -> None:
             r"trainer: loss: unknown key 'clip_hihg': did you mean 'clip_high'\?",
         ),
         ({"run.seed": "many"}, "seed"),
+        ({"canary.stages": "0.5,0.1"}, "stages: expected growing shares"),
+        ({"canary.stages": "0.5,half"}, r"float.*canary\.stages\[1\]"),
+        ({"canary.stages": "[0.5"}, r"--canary\.stages: expected a list, as a,b or as JSON, got '\[0\.5'"),
+        ({"canary.stages": "1.5"}, r"canary\.stages"),
     ],
 )
 def test_wrong_settings_are_refused_with_their_place(flags: dict[str, str], message: str) -> None:

@@ -174,4 +174,4 @@ def test_too_few_users_say_nothing() -> None:
 def test_stages_have_to_grow() -> None:
     """A stage that is no larger than the one before is refused with the setting's name."""
     with pytest.raises(ConfigError, match=r"stages: expected growing shares"):
-        changed(CONFIG, {"stages": [0.5, 0.1]})  # type: ignore[dict-item]
+        changed(CONFIG, {"stages": "0.5,0.1"})
