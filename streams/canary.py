@@ -18,7 +18,7 @@ from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.errors import BusUnavailable, ConfigError
 from headrace.streams.reading import in_time_order
-from headrace.streams.release import Canary, CanaryConfig, State
+from headrace.streams.release import Canary, CanaryConfig, State, Stuck, stuck
 from headrace.wire.codec import encode
 from headrace.wire.records import Record
 from headrace.wire.release import ReleaseConfig
@@ -77,6 +77,15 @@ async def stored(bus: Bus, run_name: str) -> State | None:
     return None if value is None else msgspec.msgpack.decode(value, type=State)
 
 
+async def found_stuck(bus: Bus, run_name: str, config: CanaryConfig) -> Stuck | None:
+    """Whether the release that the last transaction left goes neither on nor back by itself. Raises
+    BusUnavailable."""
+    if CANARY_STATE.name not in await bus.topics():
+        return None
+    state = await stored(bus, run_name)
+    return None if state is None else stuck(config, state.trial)
+
+
 class _Process:
     def __init__(self, bus: Bus, run: RunConfig, config: CanaryConfig, clock: Clock) -> None:
         self._bus = bus
@@ -84,6 +93,8 @@ class _Process:
         self._config = config
         self._clock = clock
         self._reached_ms: dict[TopicPartition, int] = {}
+        self._told: tuple[int, float] | None = None
+        """Version and share that were last said to be stuck."""
         self.alive_s = asyncio.get_running_loop().time()
         """Loop time of the last answer of the log."""
 
@@ -101,6 +112,8 @@ class _Process:
                 letters = self._learn(canary, deliveries)
                 decided = canary.decide()
                 changed = changed or bool(deliveries)
+                if deliveries and not decided:
+                    self._alarm(canary)
                 if decided or letters or (changed and self.alive_s - committed_s >= COMMIT_S):
                     await self._commit(transactor, reader, canary, decided, letters)
                     committed_s, changed = self.alive_s, False
@@ -131,6 +144,14 @@ class _Process:
             else:
                 canary.learn(record, at_ms)
         return letters
+
+    def _alarm(self, canary: Canary) -> None:
+        """Once for each stage that is stuck."""
+        found = stuck(self._config, canary.state.trial)
+        if found is None or (found.version, found.share) == self._told:
+            return
+        self._told = (found.version, found.share)
+        log.event(_logger, "alarm", level=logging.WARNING, kind="release_stuck", reason=found)
 
     async def _commit(
         self,

@@ -77,6 +77,13 @@ class Tally(msgspec.Struct, kw_only=True):
         one, however many others hold a little."""
         return self.exposures**2 / max(1, _products(self.count, self.count))
 
+    @property
+    def users(self) -> float:
+        """How many were seen, by the buckets that are still empty ("linear counting": Whang, Vander-Zanden &
+        Taylor 1990); infinite when none is."""
+        empty = self.count.count(0)
+        return BUCKETS * math.log(BUCKETS / empty) if empty else math.inf
+
     def variance(self) -> float:
         """Of the mean. At least `GROUPS_MIN` groups."""
         mean, exposures, groups = self.mean, self.exposures, self.groups

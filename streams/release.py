@@ -8,11 +8,12 @@ both sides, and refusals of weights that no replica can serve. Not here: the sta
 One version is under test at a time. It goes through the stages of `CanaryConfig.stages` and then serves
 everybody; each stage compares anew, since the share, and so the mix of hours and users, has changed. Versions
 that come meanwhile wait, and when the test has ended the newest of them is next: those between serve no live
-user, and the evidence of that promotion names them. A version under test is never given up for a newer one:
-with fast publishing none would ever be judged.
+user, and the evidence of that promotion names them. A version under test is not given up for a newer one, as
+with fast publishing none would ever be judged, unless it is overdue: then its users say nothing, and the
+newest, whose cohort is another, is tried in its place.
 """
 
-from math import exp, log
+from math import ceil, exp, log
 from typing import Annotated, Final
 
 import msgspec
@@ -29,6 +30,13 @@ from headrace.wire.records import (
 from headrace.wire.release import Release
 
 UNFIT_KEPT: Final = 64
+PATIENCE: Final = 3
+"""Times the exposures that a stage needs on its smaller side, after which it is stuck."""
+RETURNS: Final = 4
+"""Exposures for each user seen, after which there are hardly others to come."""
+USERS_SIDE: Final = 40
+"""With so many users on a side less than 1 % of releases are stuck, of 20 about 6 %: how often log-normal
+activity (sigma 1) leaves fewer than `GROUPS_MIN` effective groups."""
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Share = Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)]
 Tolerated = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -115,6 +123,51 @@ class Evidence(msgspec.Struct, kw_only=True):
     e_max: float | None = None
     skipped: list[int] = []
     """Versions that were published while another was under test, and serve no live user."""
+
+
+class Stuck(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial that its users will hardly ever end: a person's turn."""
+
+    version: int
+    share: float
+    exposures: tuple[int, int]
+    """Of the canary, of the stable side."""
+    users_min: int
+    """In all, at this share, that would be enough."""
+
+    def __str__(self) -> str:
+        canary, stable = self.exposures
+        return (
+            f"version {self.version} is stuck at {100 * self.share:g} % of users: {canary:,} exposures of it"
+            f" and {stable:,} of the stable version are no evidence (too few users, one who makes nearly all"
+            f" of them, or no replica that serves it); {self.users_min:,} users are enough for this share"
+        )
+
+
+def overdue(config: CanaryConfig, trial: Trial) -> bool:
+    """Whether the sides have had several times the exposures that should have ended the stage."""
+    exposures = trial.canary_side["reward"].exposures + trial.stable_side["reward"].exposures
+    return exposures * min(trial.share, 1.0 - trial.share) >= PATIENCE * config.exposures_min
+
+
+def stuck(config: CanaryConfig, trial: Trial | None) -> Stuck | None:
+    """Of one that is overdue, or where those who are there show that the smaller side can't hold as many
+    users as evidence needs. None: it is under way, or left to people anyway."""
+    if trial is None or not config.auto:
+        return None
+    canary, stable = trial.canary_side["reward"], trial.stable_side["reward"]
+    smaller = min(trial.share, 1.0 - trial.share)
+    larger = canary if trial.share > 0.5 else stable
+    all_seen = larger.exposures >= max(config.exposures_min, RETURNS * larger.users)
+    too_few = all_seen and larger.users * smaller / (1.0 - smaller) < GROUPS_MIN
+    if not (too_few or overdue(config, trial)):
+        return None
+    return Stuck(
+        version=trial.candidate,
+        share=trial.share,
+        exposures=(canary.exposures, stable.exposures),
+        users_min=ceil(USERS_SIDE / smaller),
+    )
 
 
 class Canary:
@@ -234,17 +287,22 @@ class Canary:
         return []
 
     def _next(self) -> list[Record]:
-        """The newest version, if it is newer than the stable one and nothing is under test."""
-        release = self.state.release
-        newest = release.newest
-        if newest is None or self.state.trial is not None or release.pinned is not None:
+        """The newest version, if it is newer than those in service, and nothing is under test or the test is
+        overdue."""
+        release, trial = self.state.release, self.state.trial
+        newest, stable = release.newest, release.serving("gradual").stable
+        if newest is None or stable is None or release.pinned is not None or newest in release.revoked:
             return []
-        stable = release.stable[-1] if release.stable else None
-        if stable is None or newest <= stable or newest in release.revoked:
+        if newest <= max(stable, -1 if trial is None else trial.candidate):
+            return []
+        if trial is not None and not overdue(self._config, trial):
             return []
         between = [version for version in release.published if stable < version < newest]
-        skipped = [version for version in between if version not in release.revoked]
-        evidence = Evidence(reason="the newest version", stable=stable, skipped=skipped)
+        evidence = self.evidence("the newest version")
+        if trial is not None:
+            evidence.reason += f"; {trial.candidate} is overdue, with no evidence for or against it"
+        evidence.stable = stable
+        evidence.skipped = [version for version in between if version not in release.revoked]
         return [self._promote(newest, self._config.stages[0], evidence)]
 
     def _log_e(self, trial: Trial) -> dict[str, float]:

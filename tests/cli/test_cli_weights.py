@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.bus import open_bus
 from headrace.bus.protocol import Message
 from headrace.cli.entry import main
+from headrace.streams.release import Canary, CanaryConfig, State
 from headrace.wire.codec import encode
 from headrace.wire.records import Record, WeightsAck, WeightsPromoted, WeightsPublished
-from headrace.wire.topics import TOPICS, WEIGHTS, WEIGHTS_ACKS
+from headrace.wire.topics import CANARY_STATE, TOPICS, WEIGHTS, WEIGHTS_ACKS
 
 
 def published(version: int) -> WeightsPublished:
@@ -123,3 +125,34 @@ def test_without_gradual_release(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run("unpin", "2") == "version 2: was stable\n"
     run("revoke", "4")
     assert run.states()[3] == "stable: all users"
+
+
+def test_a_stuck_release_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `weights list` and by `status`, with the users that would be enough; nothing of one under way."""
+    run = Run(tmp_path, capsys)
+    config = CanaryConfig()
+    for count, tells in ((10, False), (config.exposures_min, True)):
+        canary = Canary("demo", config)
+        for record in (*map(published, range(1, 5)), WeightsPromoted(run="demo", version=2, share=1.0)):
+            canary.learn(record, 0)
+        canary.learn(WeightsPromoted(run="demo", version=3, share=0.01), 0)
+        trial = canary.state.trial
+        assert trial is not None
+        for number in range(count):
+            trial.stable_side["reward"].add(number % 9, 0.25)
+        asyncio.run(stored(f"sqlite:{tmp_path / 'bus.sqlite'}", canary.state))
+        listed = run("list")
+        assert main(["status", "--run-dir", str(tmp_path)]) == 0
+        for text in (listed, capsys.readouterr().out):
+            assert ("WARNING: version 3 is stuck at 1 % of users: 0 exposures" in text) == tells
+            assert ("4,000 users are enough for this share" in text) == tells
+        found = json.loads(run("list", "--json"))["stuck"]
+        assert (found and (found["version"], found["users_min"])) == ((3, 4000) if tells else None)
+        assert main(["status", "--json", "--run-dir", str(tmp_path)]) == 0
+        assert json.loads(capsys.readouterr().out)["release_stuck"] == found
+
+
+async def stored(address: str, state: State) -> None:
+    """As the canary's transactions leave it."""
+    async with open_bus(address) as bus:
+        await bus.produce([Message(CANARY_STATE.name, b"demo", msgspec.msgpack.encode(state))])

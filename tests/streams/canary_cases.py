@@ -101,6 +101,31 @@ class CanaryCases:
 
         asyncio.run(scenario())
 
+    def test_a_stuck_release_raises_an_alarm(
+        self, address: str, run_name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Eight users in all, a tenth of whom should try version 1: said once in the log, with the users that
+        would be enough, and kept for who asks."""
+
+        async def scenario() -> None:
+            async with opened(address) as bus:
+                send = Sender(bus, run_name)
+                await send(published(0))
+                async with running(bus, run_name):
+                    await self.until_said(bus, run_name, 1)
+                    await send(published(1))
+                    await self.until_said(bus, run_name, 2)
+                    for number, item in enumerate(day(120, stable=0, canary=1)):
+                        await send(msgspec.structs.replace(item, user=f"u{number % 8}"))
+                    await until_read(bus, run_name)
+                found = await canary.found_stuck(bus, run_name, CONFIG)
+                assert found is not None and (found.version, found.users_min) == (1, 400)
+
+        with caplog.at_level("WARNING"):
+            asyncio.run(scenario())
+        [alarm] = [record.message for record in caplog.records if "release_stuck" in record.message]
+        assert "version 1 is stuck at 10 % of users" in alarm and "400 users are enough" in alarm
+
     async def said(self, bus: Bus, run_name: str) -> list[tuple[str, int, float]]:
         records = [r for r in await everything(bus, WEIGHTS.name) if r.run == run_name]
         return said([r for r in records if not isinstance(r, WeightsPublished)])

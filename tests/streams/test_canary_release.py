@@ -9,7 +9,7 @@ from canary_log import RUN, day, exposure, feed, published, said
 
 from headrace.config import changed
 from headrace.errors import ConfigError
-from headrace.streams.release import Canary, CanaryConfig, State
+from headrace.streams.release import Canary, CanaryConfig, State, Stuck, overdue, stuck
 from headrace.wire.records import WeightsAck, WeightsPromoted, WeightsRevoked
 
 CONFIG = CanaryConfig(stages=(0.1, 0.5), exposures_min=100)
@@ -169,6 +169,43 @@ def test_too_few_users_say_nothing() -> None:
         for number, item in enumerate(day(1000, stable=0, canary=1, broken=True))
     ]
     assert feed(canary, records) == []
+
+
+def test_an_overdue_release_is_told_and_gives_way_to_a_newer_one() -> None:
+    """Four users a side say nothing. A tenth of both sides' exposures should have been the canary's: when
+    that is three times the 100 that the stage asks for, the newest version is tried in its place; nothing is
+    revoked."""
+    canary = trying()
+    records = [
+        msgspec.structs.replace(item, user=f"u{number % 8}")
+        for number, item in enumerate(day(1500, stable=0, canary=1, broken=True))
+    ]
+    assert feed(canary, records[:-1]) == []
+    assert feed(canary, [published(2)]) == []
+    assert not overdue(CONFIG, canary.state.trial)  # type: ignore[arg-type]
+    [decided] = feed(canary, records[-1:])
+    assert said([decided]) == [("promoted", 2, 0.1)]
+    evidence = json.loads(decided.evidence)  # type: ignore[attr-defined]
+    assert "1 is overdue" in evidence["reason"]
+    assert (evidence["stable"], evidence["exposures"]) == (0, [1500, 1500])
+    assert canary.state.release.revoked == []
+    assert stuck(CONFIG, canary.state.trial) is None
+
+
+def test_few_users_are_seen_before_a_release_is_overdue() -> None:
+    """Nine users on the stable side, and 100 exposures of theirs: a tenth of all users is one. Forty exposures
+    of as many users say nothing yet, and a canary without `auto` is a person's business anyway."""
+    canary = trying()
+    feed(canary, [exposure(n, 0, "stable", reward=0.25, user=f"u{n % 9}") for n in range(99)])
+    assert stuck(CONFIG, canary.state.trial) is None
+    feed(canary, [exposure(99, 0, "stable", reward=0.25, user="u1")])
+    found = stuck(CONFIG, canary.state.trial)
+    assert found == Stuck(version=1, share=0.1, exposures=(0, 100), users_min=400)
+    assert stuck(msgspec.structs.replace(CONFIG, auto=False), canary.state.trial) is None
+    early = msgspec.structs.replace(CONFIG, exposures_min=20)
+    many = trying(early)
+    feed(many, [exposure(n, 0, "stable", reward=0.25) for n in range(40)])
+    assert stuck(early, many.state.trial) is None
 
 
 def test_stages_have_to_grow() -> None:

@@ -5,6 +5,8 @@ import contextlib
 import time
 from typing import Any
 
+import msgspec
+
 from headrace.bus.protocol import Bus
 from headrace.cli import options, shown
 from headrace.cli.options import Place
@@ -12,6 +14,7 @@ from headrace.cli.process import living
 from headrace.cli.run_view import IDLE, LAG, LAG_MAX, REWARD, TOKENS, Follower, RunView
 from headrace.consumers.retention import Outlook, outlook
 from headrace.errors import WireError
+from headrace.streams import canary
 from headrace.wire.codec import decode
 from headrace.wire.records import TrainStep
 from headrace.wire.topics import TRAIN_STEPS
@@ -31,15 +34,21 @@ async def _status(bus: Bus, where: Place, as_json: bool) -> int:
     found = await _outlook(bus, view.run, now_ms) if view.steps else None
     document = summary(view)
     document["records"] = retention_document(found) if found is not None else None
+    settings = where.settings
+    gradual = settings.release.mode == "gradual"
+    stuck = await canary.found_stuck(bus, view.run, settings.canary) if gradual else None
+    document["release_stuck"] = None if stuck is None else msgspec.to_builtins(stuck)
     document["processes"] = living(where.run_dir) if where.run_dir is not None else None
     if as_json:
         options.print_json(document)
         return 0
-    print(f"run {view.run} on {where.settings.bus.address}")
+    print(f"run {view.run} on {settings.bus.address}")
     for name, text in lines(view, now_ms):
         print(f"  {name:<22}{text}")
     if found is not None:
         print(f"  {'records needed':<22}{retention_text(found)}")
+    if stuck is not None:
+        print(f"  {'release':<22}WARNING: {stuck} (headrace weights list)")
     alive = document["processes"]
     if alive is not None:
         named = ", ".join(f"{name} ({pid})" for name, pid in alive.items())

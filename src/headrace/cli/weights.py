@@ -9,11 +9,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headrace.bus.protocol import Bus, Message
 from headrace.cli import options, shown, tables
 from headrace.cli.options import Place
 from headrace.clock import SystemClock
 from headrace.errors import ConfigError, WireError
+from headrace.streams import canary
 from headrace.wire.codec import decode, encode
 from headrace.wire.records import Record, WeightsAck, WeightsPromoted, WeightsPublished, WeightsRevoked
 from headrace.wire.release import Mode, Release
@@ -126,6 +129,7 @@ async def _list(bus: Bus, where: Place, args: argparse.Namespace) -> int:
     settings = where.settings
     found = await known(bus, settings.run.name)
     mode = settings.release.mode
+    stuck = await canary.found_stuck(bus, settings.run.name, settings.canary) if mode == "gradual" else None
     versions = sorted(found.published, reverse=True)[: None if args.all else LISTED]
     if args.json:
         serving = found.release.serving(mode)
@@ -138,6 +142,7 @@ async def _list(bus: Bus, where: Place, args: argparse.Namespace) -> int:
                 "pinned": found.release.pinned,
                 "newest": found.release.newest,
                 "revoked": found.release.revoked,
+                "stuck": None if stuck is None else msgspec.to_builtins(stuck),
                 "versions": [_document(found, version, mode) for version in versions],
             }
         )
@@ -154,6 +159,9 @@ async def _list(bus: Bus, where: Place, args: argparse.Namespace) -> int:
         for version in versions
     ]
     print(f"release.mode {mode}")
+    if stuck is not None:
+        hint = f"headrace weights promote {stuck.version} --share SHARE, or revoke {stuck.version}"
+        print(f"WARNING: {stuck}: {hint}")
     print("\n".join(tables.draw((">version", ">step", "root", "state", "replicas", "~last word"), rows)))
     if len(versions) < len(found.published):
         print(f"{len(found.published) - len(versions):,} older versions (--all)")
