@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from benchmarks import canary_lag
 from benchmarks.canary_world import GOOD, PLANTED, Model, Outcome, World, release
 from benchmarks.page import header, table
 from headrace.streams.release import CanaryConfig
@@ -31,10 +32,13 @@ class Place(NamedTuple):
     config: CanaryConfig
 
 
+ONLINE = CanaryConfig(stages=(0.5,), exposures_min=60)
+"""As in configs/online.toml."""
 PLACES = (
     Place("20,000 users, as shipped", World(), CanaryConfig()),
     Place("2,000 users, from 10 %", World(users=2_000), CanaryConfig(stages=(0.1, 0.5))),
     Place("200 users, from 10 %", World(users=200), CanaryConfig(stages=(0.1, 0.5), exposures_min=500)),
+    Place("40 users alike, 50 %", World(users=40, spread=0.05, activity=0.3), ONLINE),
     Place("60 users, from 30 %", World(users=60), CanaryConfig(stages=(0.3,), exposures_min=500)),
 )
 
@@ -98,6 +102,8 @@ def main() -> None:
     print(table(COLUMNS, good))
     print("## Planted\n")
     print(table(COLUMNS, planted))
+    print("## The age of live units\n")
+    print(table(canary_lag.COLUMNS, [canary_lag.row(loop) for loop in canary_lag.LOOPS]))
 
 
 if __name__ == "__main__":

@@ -36,11 +36,14 @@ class Model:
     of_the_rest: float = 0.15
     """The same for what a good model would have kept silent about."""
     latency: float = 1.0
+    garbage: float = 0.0
+    """Share of answers that are neither silence nor a text."""
 
 
 GOOD: Final = Model("as good")
 PLANTED: Final = (
     Model("random weights", suggests=0.9, accepted=0.02, of_the_rest=0.02),
+    Model("random weights, hardly ever a text", suggests=0.9, accepted=0.02, of_the_rest=0.02, garbage=0.95),
     Model("always shows", suggests=1.0),
     Model("never shows", suggests=0.0),
     Model("twice as slow", latency=2.0),
@@ -82,9 +85,9 @@ class Side(NamedTuple):
 def release(rng: Generator, world: World, model: Model, config: CanaryConfig) -> Outcome:
     """One version from its first stage to its end, judged by the real state machine."""
     canary = Canary("world", config)
-    _send(canary, [_published(0)])
+    _send(canary, [published(0)])
     _send(canary, canary.decide())
-    _send(canary, [_published(1)])
+    _send(canary, [published(1)])
     decided = canary.decide()
     exposures = 0
     stage = config.stages[0]
@@ -138,13 +141,16 @@ def _tell(rng: Generator, side: Side, tallies: dict[str, Tally], model: Model, e
     rest = max(0.0, model.suggests - GOOD.suggests) / (1 - GOOD.suggests)
     said = min(1.0, model.suggests / GOOD.suggests)
     shown_X = rng.random(exposures) < np.where(wanted_X, said, rest)
+    garbage_X = rng.random(exposures) < model.garbage
+    silent_X = ~shown_X & ~garbage_X
+    shown_X &= ~garbage_X
     factor_X = np.where(wanted_X, model.accepted, min(model.accepted, model.of_the_rest))
     accepted_X = shown_X & (rng.random(exposures) < side.inclination_U[user_X] * factor_X)
     reward_X = np.where(accepted_X, ACCEPTED, np.where(shown_X, REJECTED, 0.0))
     latency_X = 40 * model.latency * np.exp(side.pace_U[user_X] + rng.normal(0, 0.4, exposures))
     _add(tallies["reward"], bucket_X, reward_X)
     _add(tallies["suggested"], bucket_X, shown_X.astype(float))
-    _add(tallies["silent"], bucket_X, 1.0 - shown_X)
+    _add(tallies["silent"], bucket_X, silent_X.astype(float))
     _add(tallies["speed"], bucket_X, -np.log1p(latency_X))
     _add(tallies["accepted"], bucket_X[shown_X], accepted_X[shown_X].astype(float))
 
@@ -157,9 +163,9 @@ def _add(tally: Tally, bucket_X: NDArray[np.int64], value_X: NDArray[np.floating
     tally.total = (np.asarray(tally.total) + total).tolist()
 
 
-def _published(version: int) -> WeightsPublished:
+def published(version: int, run: str = "world") -> WeightsPublished:
     return WeightsPublished(
-        run="world",
+        run=run,
         version=version,
         root="",
         step=version,

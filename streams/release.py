@@ -9,7 +9,7 @@ One version is under test at a time. It goes through the stages of `CanaryConfig
 everybody; each stage compares anew, since the share, and so the mix of hours and users, has changed. Versions
 that come meanwhile wait, and when the test has ended the newest of them is next: those between serve no live
 user, and the evidence of that promotion names them. A version under test is not given up for a newer one, as
-with fast publishing none would ever be judged, unless it is overdue: then its users say nothing, and the
+with fast publishing none would ever be judged, unless it is overdue: then its users decide nothing, and the
 newest, whose cohort is another, is tried in its place.
 """
 
@@ -30,8 +30,11 @@ from headrace.wire.records import (
 from headrace.wire.release import Release
 
 UNFIT_KEPT: Final = 64
+DOUBT: Final = 1.0
+"""Logarithm of the e-value above which a version is not promoted yet, however many exposures it has had: one
+that harms gets there long before `log_e_max`, one that does not hardly ever (benchmarks/canary.md)."""
 PATIENCE: Final = 3
-"""Times the exposures that a stage needs on its smaller side, after which it is stuck."""
+"""Times the exposures that a stage asks for on its smaller side, after which it is overdue."""
 RETURNS: Final = 4
 """Exposures for each user seen, after which there are hardly others to come."""
 USERS_SIDE: Final = 40
@@ -50,7 +53,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: Annotated[tuple[Share, ...], msgspec.Meta(min_length=1)] = (0.01, 0.1, 0.5)
     """Shares of the users, one after the other; then all. Choose the first so that it holds users."""
     exposures_min: Count = 1000
-    """Of each side in a stage, before the next one."""
+    """Of each side in a stage, before the next one; more while harm is suspected and not proven."""
     exposures_first: Count = 20
     """Of each side before anything is concluded."""
     alpha: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] = 0.05
@@ -139,8 +142,9 @@ class Stuck(msgspec.Struct, frozen=True, kw_only=True):
         canary, stable = self.exposures
         return (
             f"version {self.version} is stuck at {100 * self.share:g} % of users: {canary:,} exposures of it"
-            f" and {stable:,} of the stable version are no evidence (too few users, one who makes nearly all"
-            f" of them, or no replica that serves it); {self.users_min:,} users are enough for this share"
+            f" and {stable:,} of the stable version decide nothing (too few users, one who makes nearly all"
+            " of them, no replica that serves it, or harm that is suspected and not proven);"
+            f" {self.users_min:,} users are enough for this share"
         )
 
 
@@ -281,7 +285,7 @@ class Canary:
         if found[worst] >= self._config.log_e_max:
             return [self._revoke(trial.candidate, self.evidence(f"{worst}: worse than the stable version"))]
         enough = min(canary.exposures, stable.exposures) >= self._config.exposures_min
-        if enough and min(canary.groups, stable.groups) >= GROUPS_MIN:
+        if enough and min(canary.groups, stable.groups) >= GROUPS_MIN and found[worst] <= DOUBT:
             share = next((stage for stage in self._config.stages if stage > trial.share), 1.0)
             return [self._promote(trial.candidate, share, self.evidence("no sign of harm"))]
         return []
@@ -300,7 +304,7 @@ class Canary:
         between = [version for version in release.published if stable < version < newest]
         evidence = self.evidence("the newest version")
         if trial is not None:
-            evidence.reason += f"; {trial.candidate} is overdue, with no evidence for or against it"
+            evidence.reason += f"; {trial.candidate} is overdue, and undecided"
         evidence.stable = stable
         evidence.skipped = [version for version in between if version not in release.revoked]
         return [self._promote(newest, self._config.stages[0], evidence)]

@@ -48,6 +48,15 @@ def test_a_broken_version_is_taken_back_and_not_tried_again() -> None:
     assert said(feed(canary, [published(2)])) == [("promoted", 2, 0.1)]
 
 
+def test_a_suspected_version_is_not_promoted() -> None:
+    """With 30 exposures asked for, a broken version has had them before it is proven to be broken (the
+    e-value of the reward is 6, that of a revocation 200): it stays in its stage until it is."""
+    canary = trying(msgspec.structs.replace(CONFIG, exposures_min=30))
+    decided = feed(canary, day(100, stable=0, canary=1, broken=True))
+    assert said(decided) == [("revoked", 1, 0.0)]
+    assert json.loads(decided[0].evidence)["exposures"][0] > 30  # type: ignore[attr-defined]
+
+
 def test_a_version_that_answers_only_garbage_is_taken_back() -> None:
     """Nothing of it is shown, and it is not silent either: its suggestions are missed, within 60 exposures,
     though users never reject one."""
@@ -193,8 +202,8 @@ def test_an_overdue_release_is_told_and_gives_way_to_a_newer_one() -> None:
 
 
 def test_few_users_are_seen_before_a_release_is_overdue() -> None:
-    """Nine users on the stable side, and 100 exposures of theirs: a tenth of all users is one. Forty exposures
-    of as many users say nothing yet, and a canary without `auto` is a person's business anyway."""
+    """Nine users on the stable side, and 100 exposures of theirs: a tenth of all users is one. Forty
+    exposures of as many users say nothing yet, and a canary without `auto` is a person's business anyway."""
     canary = trying()
     feed(canary, [exposure(n, 0, "stable", reward=0.25, user=f"u{n % 9}") for n in range(99)])
     assert stuck(CONFIG, canary.state.trial) is None
