@@ -163,10 +163,10 @@ def _answer(play: _Play, number: int, now_s: float) -> Exposure:
 DEMO: Final = CanaryConfig(stages=(0.5,), exposures_min=60)
 TOWN: Final = CanaryConfig(stages=(0.1, 0.5))
 LOOPS: Final = (
-    Loop("online.toml, 6 s a step, at once", 40, 25, 6, 4, None, live_per_step=160),
-    Loop("online.toml, 6 s a step", 40, 25, 6, 4, DEMO, live_per_step=160),
-    Loop("online.toml, 3 s a step", 40, 25, 3, 4, DEMO, live_per_step=160),
-    Loop("online.toml, 3 s a step, lag of 8", 40, 25, 3, 8, DEMO, live_per_step=160),
+    Loop("online.toml, 7 s a step, at once", 40, 13, 7, 4, None, live_per_step=96, judged_s=1.5),
+    Loop("online.toml, 7 s a step", 40, 13, 7, 4, DEMO, live_per_step=96, judged_s=1.5),
+    Loop("online.toml, 5 s a step", 40, 13, 5, 4, DEMO, live_per_step=96, judged_s=1.5),
+    Loop("online.toml, 5 s a step, lag of 8", 40, 13, 5, 8, DEMO, live_per_step=96, judged_s=1.5),
     Loop("2,000 users, 30 min a step, at once", 2_000, 5, 1800, 2, None, judged_s=720, hours=16),
     Loop("2,000 users, 30 min a step", 2_000, 5, 1800, 2, TOWN, judged_s=720, hours=16),
 )
