@@ -15,13 +15,14 @@ import torch
 
 from headrace import log
 from headrace.bus.dead_letters import decode_or_dead_letter
+from headrace.bus.outage import Outage
 from headrace.bus.protocol import Bus, Delivery, Message
 from headrace.clock import SystemClock
 from headrace.config import RunConfig
 from headrace.consumers.arena import Arena
 from headrace.consumers.comparison import Difference, compare
 from headrace.consumers.config import EvaluationConfig
-from headrace.consumers.durable import RETRY_S, produce
+from headrace.consumers.durable import produce
 from headrace.consumers.examiner import Examiner, Round, evaluations
 from headrace.consumers.versions import Held, Versions
 from headrace.envs.config import EnvConfig
@@ -104,18 +105,15 @@ async def run(
     Versions that passed while a round was held are skipped: the newest is next. Raises BusUnavailable when
     the log stays away for longer than `outage_ms_max`.
     """
-    loop = asyncio.get_running_loop()
+    outage = Outage(config.outage_ms_max)
     async with _engine(config, config.watch_samples) as replica, Arena.open(env, "heldout") as arena:
         examiner = Examiner(bus, run, config, replica, arena, env.name)
         weights = _Announced(bus, run, config, blobs)
         while not stop.is_set():
             try:
-                await _watch(bus, run, config, weights, replica, examiner, stop)
+                await _watch(bus, run, config, weights, replica, examiner, outage, stop)
             except BusUnavailable as error:
-                if (loop.time() - weights.alive_s) * 1000 > config.outage_ms_max:
-                    raise
-                log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
-                await asyncio.sleep(RETRY_S)
+                await outage.pause(error)
 
 
 async def _watch(
@@ -125,6 +123,7 @@ async def _watch(
     weights: "_Announced",
     replica: Replica,
     examiner: Examiner,
+    outage: Outage,
     stop: asyncio.Event,
 ) -> None:
     """Until `stop`, or until the log is away."""
@@ -132,6 +131,7 @@ async def _watch(
     async with bus.reader(await bus.begins([WEIGHTS.name])) as reader:
         while not stop.is_set():
             deliveries = await reader.read(wait_ms=POLL_MS)
+            outage.alive()
             await weights.learn(deliveries)
             newest = weights.versions.newest
             due = newest is not None and (last is None or newest.version >= last + config.watch_versions)
@@ -167,15 +167,12 @@ class _Announced:
         version_max: int | None = None,
     ) -> None:
         self.versions = Versions(blobs, ANNOUNCEMENTS_MAX)
-        self.alive_s = asyncio.get_running_loop().time()
-        """Loop time of the last answer of the log."""
         self._bus = bus
         self._run = run
         self._config = config
         self._version_max = version_max
 
     async def learn(self, deliveries: Iterable[Delivery]) -> None:
-        self.alive_s = asyncio.get_running_loop().time()
         for delivery in deliveries:
             record = decode_or_dead_letter(delivery, by="evaluation", now_ms=SystemClock().now_ms())
             if isinstance(record, Message):

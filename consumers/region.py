@@ -5,12 +5,12 @@ Not here: bringing a replica to them (`consumers.weights`), building a version (
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Final, Literal
 
 from headrace import log
 from headrace.bus.dead_letters import decode_or_dead_letter
+from headrace.bus.outage import Outage
 from headrace.bus.protocol import Bus, Delivery, Message
 from headrace.clock import Clock
 from headrace.config import RunConfig
@@ -28,7 +28,6 @@ _logger = logging.getLogger(__name__)
 Role = Literal["", "stable", "canary"]
 """For whom a replica serves a version: for all that no release cares for, or for a side of it."""
 READ_MS: Final = 200
-RETRY_S: Final = 0.5
 
 
 class Region:
@@ -53,7 +52,7 @@ class Region:
 
     async def follow(self, stop: asyncio.Event) -> None:
         """Reads announcements, those of before the start first and at once."""
-        away_since_s: float | None = None
+        outage = Outage(self.config.outage_ms_max)
         while not stop.is_set():
             try:
                 begins = await self._bus.begins([WEIGHTS.name])
@@ -62,14 +61,11 @@ class Region:
                     await self._learn([d async for d in self._bus.read_range(tp, begins[tp], end)])
                 async with self._bus.reader(ends) as reader:
                     while not stop.is_set():
-                        away_since_s = None
-                        await self._learn(await reader.read(wait_ms=READ_MS))
+                        deliveries = await reader.read(wait_ms=READ_MS)
+                        outage.alive()
+                        await self._learn(deliveries)
             except BusUnavailable as error:
-                away_since_s = away_since_s or time.monotonic()
-                if (time.monotonic() - away_since_s) * 1000 > self.config.outage_ms_max:
-                    raise
-                log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
-                await asyncio.sleep(RETRY_S)
+                await outage.pause(error)
 
     async def _learn(self, deliveries: Sequence[Delivery]) -> None:
         letters = []

@@ -19,12 +19,13 @@ from contextlib import AsyncExitStack
 
 from headrace import log
 from headrace.bus.dead_letters import dead_letter, decode_or_dead_letter
+from headrace.bus.outage import Outage
 from headrace.bus.protocol import Bus, Delivery, GroupMember, Message, TopicPartition
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.consumers.arena import Arena
 from headrace.consumers.config import RolloutsConfig
-from headrace.consumers.durable import RETRY_S, produce
+from headrace.consumers.durable import produce
 from headrace.consumers.episode import Plan, Turn, play, step_record
 from headrace.consumers.progress import Progress
 from headrace.envs.config import EnvConfig
@@ -106,7 +107,7 @@ class Worker:
         self._clock = clock or SystemClock()
         self._progress = Progress()
         self._running: dict[tuple[TopicPartition, int], asyncio.Task[None]] = {}
-        self._away_since_s: float | None = None
+        self._outage = Outage(config.outage_ms_max)
         self.counts: Counter[str] = Counter()
         """Groups by what became of them here: finished, failed, expired, foreign, retried, moved,
         abandoned."""
@@ -141,9 +142,9 @@ class Worker:
             return
         try:
             deliveries = await self._poll(member, free)
-            self._away_since_s = None
+            self._outage.alive()
         except BusUnavailable as error:
-            await self._away(error)
+            await self._outage.pause(error)
             return
         for delivery in deliveries:
             if self._progress.take(delivery.tp, delivery.offset):
@@ -192,23 +193,13 @@ class Worker:
                 await member.commit(positions)
                 self._progress.committed(positions)
             except BusUnavailable as error:
-                await self._away(error)
+                await self._outage.pause(error)
 
     async def _cancel(self, keys: list[tuple[TopicPartition, int]]) -> None:
         tasks = [self._running.pop(key) for key in keys]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _away(self, error: BusUnavailable) -> None:
-        """Pauses; raises `error` once the log has been away for too long."""
-        now_s = asyncio.get_running_loop().time()
-        if self._away_since_s is None:
-            self._away_since_s = now_s
-            log.event(_logger, "bus_unavailable", level=logging.WARNING, error=error)
-        if (now_s - self._away_since_s) * 1000 > self._config.outage_ms_max:
-            raise error
-        await asyncio.sleep(RETRY_S)
 
     async def _handle(self, delivery: Delivery) -> None:
         """Everything about one prompt, until it may be committed."""

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from headrace import failpoints, log
+from headrace.bus.outage import Outage
 from headrace.bus.protocol import Bus, Message, Positions, TopicPartition, Transactor
 from headrace.clock import Age, Clock, SystemClock
 from headrace.config import RunConfig
@@ -49,8 +50,6 @@ from headrace.wire.topics import EXPERIENCE, EXPERIENCE_LIVE, TRAIN_STEPS, WEIGH
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-RETRY_S = 0.5
-"""Pause before the log is tried again."""
 SOURCES = (EXPERIENCE.name, EXPERIENCE_LIVE.name)
 """Topics that a step consumes."""
 
@@ -127,7 +126,9 @@ class _Trainer:
         self._settings = StepSettings(run=run, trainer=msgspec.structs.replace(config, start_from=""))
         self._held: list[State] = []
         self.run_step: RunStep = run_step
-        self._away_since_s: float | None = None
+        self._log_outage = Outage(config.outage_ms_max)
+        self._store_outage = Outage(config.outage_ms_max)
+        """Over when a step is stored: one that only answers reads is still away."""
         self._commit_s = 0.0
         self.announced: Announced | None = None
         self._other: int | None = None
@@ -152,16 +153,13 @@ class _Trainer:
             try:
                 await self._look_before_fencing()
                 async with self._bus.transactor(self._name) as transactor:  # fences, then looks
-                    self._away_since_s = None
+                    self._log_outage.alive()
                     await self._serve(transactor)
                     return
-            except (BusUnavailable, StoreUnavailable) as error:  # a commit's outcome may be unknown: look
-                self._away_since_s = self._away_since_s or time.monotonic()
-                away_ms = (time.monotonic() - self._away_since_s) * 1000
-                if away_ms > self._config.outage_ms_max:
-                    raise
-                log.event(_logger, "unavailable", level=logging.WARNING, reason=error, away_ms=round(away_ms))
-                await asyncio.sleep(RETRY_S)
+            except BusUnavailable as error:  # a commit's outcome may be unknown: look
+                await self._log_outage.pause(error)
+            except StoreUnavailable as error:
+                await self._store_outage.pause(error)
 
     async def _look_before_fencing(self) -> None:
         """Raises what keeps this process from being the run's trainer, so that it does not stop the one that
@@ -206,6 +204,7 @@ class _Trainer:
                     return
                 batch.entries = await revocations.mark(batch.entries)
                 state = await self._step(transactor, state, batch, checkpoints)
+                self._store_outage.alive()
         log.event(_logger, "trainer_end", step=state.step)
 
     async def _recover(self, ledger: Ledger) -> State:

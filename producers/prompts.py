@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from headrace import log
 from headrace.bus.dead_letters import decode_or_dead_letter
+from headrace.bus.outage import Outage
 from headrace.bus.protocol import Bus, Delivery, Message, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
@@ -34,8 +35,6 @@ _logger = logging.getLogger(__name__)
 FOLLOWED = (TRAIN_STEPS.name, WEIGHTS.name)
 POLL_MS = 250
 """How soon a stop is seen while nothing happens."""
-RETRY_S = 0.5
-"""Pause before the log is tried again."""
 
 
 async def run(
@@ -54,17 +53,15 @@ async def run(
     of this run has started, BusUnavailable when the log is away for longer than `outage_ms_max`.
     """
     order = TaskOrder(training_tasks(env) if task_ids is None else task_ids, run.seed)
-    feed = Feed(bus, run, config, env.name, order, clock or SystemClock())
+    outage = Outage(config.outage_ms_max)
+    feed = Feed(bus, run, config, env.name, order, clock or SystemClock(), outage)
     while not stop.is_set():
         try:
             async with bus.transactor(f"prompts-{run.name}") as transactor:
                 await feed.serve(transactor, stop)
                 return
         except BusUnavailable as error:  # the outcome of a commit may be unknown: look at the log again
-            if (asyncio.get_running_loop().time() - feed.alive_s) * 1000 > config.outage_ms_max:
-                raise
-            log.event(_logger, "bus_unavailable", level=logging.WARNING, error=error)
-            await asyncio.sleep(RETRY_S)
+            await outage.pause(error)
 
 
 def training_tasks(env: EnvConfig) -> list[str]:
@@ -116,7 +113,14 @@ class Feed:
     """The feed between two outages of the log."""
 
     def __init__(
-        self, bus: Bus, run: RunConfig, config: PromptsConfig, env: str, order: TaskOrder, clock: Clock
+        self,
+        bus: Bus,
+        run: RunConfig,
+        config: PromptsConfig,
+        env: str,
+        order: TaskOrder,
+        clock: Clock,
+        outage: Outage,
     ) -> None:
         self._bus = bus
         self._run = run
@@ -124,11 +128,11 @@ class Feed:
         self._env = env
         self._order = order
         self._clock = clock
+        self._outage = outage
         self._version = 0
         self._issued = 0
         self._alarmed = False
-        self._issued_s = self.alive_s = asyncio.get_running_loop().time()
-        """Loop time of the last answer of the log."""
+        self._issued_s = asyncio.get_running_loop().time()
 
     async def serve(self, transactor: Transactor, stop: asyncio.Event) -> None:
         """Looks where the run stands, then issues until the end of the run or `stop`."""
@@ -149,7 +153,7 @@ class Feed:
 
     def _watch_idleness(self) -> None:
         """Nothing can be issued while no version comes: after `alarm_ms` that is told, once each time."""
-        idle_ms = (self.alive_s - self._issued_s) * 1000
+        idle_ms = (asyncio.get_running_loop().time() - self._issued_s) * 1000
         if idle_ms > self._config.alarm_ms and not self._alarmed:
             self._alarmed = True
             log.event(
@@ -176,7 +180,7 @@ class Feed:
     async def _learn(self, deliveries: list[Delivery], transactor: Transactor) -> None:
         """Takes the newest version from the ledger and the announcements; also how far the run has come, for
         prompts that retention has deleted."""
-        self.alive_s = asyncio.get_running_loop().time()
+        self._outage.alive()
         letters = []
         for delivery in deliveries:
             record = decode_or_dead_letter(delivery, by="prompts", now_ms=self._clock.now_ms())
@@ -200,7 +204,7 @@ class Feed:
             await transactor.commit([self._message(self._issued + i, now_ms) for i in range(count)])
             self._issued += count
             self._alarmed = False
-            self._issued_s = self.alive_s = asyncio.get_running_loop().time()
+            self._issued_s = asyncio.get_running_loop().time()
             log.event(_logger, "issued", prompts=count, issued=self._issued, version=self._version)
 
     def _message(self, counter: int, now_ms: int) -> Message:

@@ -25,9 +25,10 @@ from rollout_doubles import (
 )
 from rollout_working import CONFIG, GROUP, RUN, all_committed, asked, hanging, whole_count, working
 
+from headrace.bus import outage
 from headrace.bus.protocol import Bus, Message, TopicPartition
 from headrace.clock import ManualClock, SystemClock
-from headrace.consumers import durable, rollouts
+from headrace.consumers import rollouts
 from headrace.consumers.rollouts import Worker
 from headrace.errors import BusUnavailable, InferenceUnavailable, SandboxError
 from headrace.rpc.generation import Generation
@@ -286,7 +287,7 @@ class Shaky:
 
 def test_log_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records that the log refuses are sent again, in order; the group is whole at the first attempt."""
-    monkeypatch.setattr(durable, "RETRY_S", 0.01)
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:
@@ -302,7 +303,7 @@ def test_log_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that stays away ends the worker with its error, instead of groups that are given up."""
-    monkeypatch.setattr(durable, "RETRY_S", 0.01)
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:

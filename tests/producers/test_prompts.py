@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.bus import open_bus
+from headrace.bus import open_bus, outage
 from headrace.bus.protocol import Bus, Message, Positions, Transactor
 from headrace.clock import ManualClock
 from headrace.config import RunConfig
@@ -324,7 +324,7 @@ class Doubtful:
 
 def test_commit_of_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit whose answer was lost is looked up on the log, not sent again."""
-    monkeypatch.setattr(prompts, "RETRY_S", 0.01)
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:
@@ -345,7 +345,7 @@ class Away(Doubtful):
 
 def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The feed ends with the error of the log once it has been away for longer than the bound."""
-    monkeypatch.setattr(prompts, "RETRY_S", 0.01)
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
 
     async def case() -> None:
         async with a_bus() as bus:

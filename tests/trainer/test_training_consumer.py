@@ -13,10 +13,11 @@ from trainer_records import consumed, pair
 from training_place import CONFIG, Place, all_of, check_whole, messages
 from training_process import Delegate, seed
 
+from headrace.bus import outage
 from headrace.bus.protocol import Message, TopicPartition
 from headrace.consumers import training
 from headrace.consumers.ledger import read_ledger
-from headrace.errors import BusUnavailable, OffsetGone, TrainingError
+from headrace.errors import BusUnavailable, OffsetGone, StoreUnavailable, TrainingError
 from headrace.store.blobs import Blobs
 from headrace.trainer.step import run_step
 from headrace.wire.codec import encode
@@ -155,6 +156,25 @@ def test_a_log_that_stays_away_ends_the_trainer(place: Place) -> None:
             config = msgspec.structs.replace(CONFIG, outage_ms_max=0)
             with pytest.raises(BusUnavailable, match="broker host:1"):
                 await place.train(Gone(bus), config=config)
+
+    asyncio.run(scenario())
+
+
+def test_store_that_takes_nothing_ends_the_trainer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that still answers what it holds is away all the same, as long as no step can be stored."""
+    monkeypatch.setattr(outage, "RETRY_S", 0.01)
+
+    class Full(Delegate):
+        async def put(self, data: bytes, **_: Any) -> Any:
+            raise StoreUnavailable("store: no space left")
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            await bus.produce(messages(place.groups(2)))
+            full: Any = Full(Blobs.open(place.store))
+            config = msgspec.structs.replace(CONFIG, outage_ms_max=30)
+            with pytest.raises(StoreUnavailable, match="no space left"):
+                await place.train(bus, place.until(1), config, full)
 
     asyncio.run(scenario())
 

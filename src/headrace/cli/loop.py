@@ -218,13 +218,11 @@ class Loop:
             self._drawer.result()
 
     async def _draw(self) -> None:
-        away_since: float | None = None
         while True:
             try:
                 await self._follower.refresh()
-                away_since, self._note = None, ""
+                self._note = ""
             except BusUnavailable as error:
-                away_since = away_since or time.monotonic()
                 self._note = str(error)
                 log.event(logger, "bus_unavailable", level=logging.WARNING, error=error)
             alive = [child.name for child in self._crew.children.values() if not child.ended.is_set()]
