@@ -23,6 +23,8 @@ Reason = Literal[
     "duplicate",  # this group was read before
     "failed",  # the workers gave it up
     "never_shown",  # a live suggestion that no user saw
+    "superseded",  # one that was typed over before anybody could read it
+    "continued",  # one that only shows the rest of another, which is judged for both
     "incomplete",  # a member, or a required reward, never came
     "quarantined",  # a guard does not trust one of its rollouts
     "zero_advantage",  # all rewards are equal
@@ -192,7 +194,7 @@ def _admit_group(
 def _group_reason(experience: Experience) -> Reason | None:
     rollouts = experience.rollouts
     if experience.closed == "failed":
-        return "never_shown" if experience.reason == "never_shown" else "failed"
+        return _why_failed(experience.reason)
     whole = len(rollouts) == experience.group_size and all(r.whole for r in rollouts)
     if experience.missing or not whole or any(r.reward is None and not r.quarantined for r in rollouts):
         return "incomplete"
@@ -205,6 +207,18 @@ def _group_reason(experience: Experience) -> Reason | None:
     if single and len(rewards) != 1:
         raise WireError(f"rollouts: expected one of a live suggestion, got {len(rewards)}")
     return "zero_advantage" if not single and rewards_equal(rewards) else None
+
+
+def _why_failed(reason: str) -> Reason:
+    """Of a closed group without a judgement: the words of `streams.feedback`, or of whoever gave it up."""
+    match reason.split(" "):
+        case ["never_shown"]:
+            return "never_shown"
+        case ["superseded"]:
+            return "superseded"
+        case ["continues", _]:
+            return "continued"
+    return "failed"
 
 
 def _members(experience: Experience, version: int, model: ModelConfig) -> list[sequence.Sequence]:

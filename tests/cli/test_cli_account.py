@@ -348,6 +348,22 @@ def test_each_harm_is_malformed_to_both(harm: str) -> None:
     assert verdict(record, sequence_tokens_max=log.TOKENS_MAX) == "malformed"
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("never_shown", "never_shown"),
+        ("superseded", "superseded"),
+        ("continues sample-live-7", "continued"),
+        ("the sandbox died", "failed"),
+        ("", "failed"),
+    ],
+)
+def test_what_nobody_could_judge_is_no_failure(reason: str, expected: str) -> None:
+    """A suggestion that was not shown, typed over or typed through has an outcome of its own, to both."""
+    record = replace(closed(0, how="failed"), source="live", group_size=1, reason=reason)
+    assert by_trainer(record) == verdict(record, sequence_tokens_max=log.TOKENS_MAX) == expected
+
+
 def test_the_bound_on_length_is_the_same_to_both() -> None:
     """40 tokens are allowed, prompt included: 37 generated pass, 38 do not."""
     for tokens, expected in ((37, TRAINABLE), (38, "over_long")):

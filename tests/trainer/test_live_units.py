@@ -78,6 +78,9 @@ def test_a_user_has_a_share_of_a_step() -> None:
     ("changes", "reason"),
     [
         ({"closed": "failed", "reason": "never_shown", "rollouts": (), "missing": (0,)}, "never_shown"),
+        ({"closed": "failed", "reason": "superseded", "missing": (0,)}, "superseded"),
+        ({"closed": "failed", "reason": "continues r-live-7", "missing": (0,)}, "continued"),
+        ({"closed": "failed", "reason": "state: lost a segment", "missing": (0,)}, "failed"),
         ({"closed": "timeout", "rollouts": (rollout(0, None),)}, "incomplete"),
         ({"rollouts": (rollout(0, 0.75, quarantined=True),)}, "quarantined"),
         ({"rollouts": (rollout(0, math.nan),)}, "malformed"),

@@ -44,10 +44,11 @@ only the ledger has: there the topics know `trained or stale`. Members withheld 
 code 1 when the two sides differ in any unit (the first ten are listed, with --all more).
 
 `lost` are failed, incomplete, malformed, stale and over_long: reasons that say nothing about how good the
-rollouts were; `set aside` are the others (zero_advantage, quarantined, empty). Long rollouts (above
-the median length) are tested against the others with Fisher's exact test, one-sided, twice: lost on their
-way (failed, incomplete, malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p
-< 0.01 is a warning. A group that closed with nothing has no known length and is left out."""
+rollouts were; `set aside` are the others (zero_advantage, quarantined, empty, and suggestions that nobody
+judged: never_shown, superseded, continued). Long rollouts (above the median length) are tested against the
+others with Fisher's exact test, one-sided, twice: lost on their way (failed, incomplete, malformed) of all;
+lost at the trainer (stale, over_long) of those not set aside. p < 0.01 is a warning. A group that closed with
+nothing has no known length and is left out."""
 
 SNAPSHOT_TRIES = 20
 SNAPSHOT_PAUSE_S = 0.05

@@ -19,17 +19,20 @@ from headrace.wire.records import (
     RolloutStep,
 )
 
+UNJUDGED = {("never_shown", 1): "never_shown", ("superseded", 1): "superseded", ("continues", 2): "continued"}
+"""Outcomes of live suggestions that nobody could judge, by the first of the words of the join's reason."""
 REWARD_MAX = 1e6
 EQUAL_RELATIVE = 1e-9
 LOGP_MAX = 1e-3
 
 
 def verdict(experience: Experience, *, sequence_tokens_max: int) -> str:
-    """`failed`, `never_shown`, `incomplete`, `quarantined`, `malformed`, `zero_advantage`, `over_long`,
+    """`failed`, one of `UNJUDGED`, `incomplete`, `quarantined`, `malformed`, `zero_advantage`, `over_long`,
     `empty` or `TRAINABLE`."""
     rollouts = experience.rollouts
     if experience.closed == "failed":
-        return "never_shown" if experience.reason == "never_shown" else "failed"
+        words = experience.reason.split(" ")
+        return UNJUDGED.get((words[0], len(words)), "failed")
     if (
         experience.missing
         or len(rollouts) != experience.group_size
