@@ -9,7 +9,7 @@ against a running mean.
 import math
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from headrace.errors import WireError
@@ -97,11 +97,9 @@ def admit(
     train_revoked: bool = False,
 ) -> Admission:
     """Admits `entries`, in order, to the step that starts from `version`. `baseline`: what single live units
-    are measured against; their own mean when there is none yet."""
+    are measured against; when there is none yet, the mean of those that are admitted."""
     answer = Admission()
     users: Counter[str] = Counter()
-    if baseline is None:
-        baseline = _mean_live(entries)
     for entry in entries:
         group_id = entry.consumed.group_id
         try:
@@ -130,19 +128,18 @@ def admit(
             users[experience.user] += 1
             if users[experience.user] > user_units_max:
                 withheld = dict.fromkeys(withheld, CAPPED)
-        _admit_group(answer, entry, experience, members, withheld, scale_std, baseline)
+        _admit_group(answer, entry, experience, members, withheld, scale_std)
+    if answer.live_rewards:
+        own = math.fsum(answer.live_rewards) / len(answer.live_rewards)
+        answer.units = [_measured(unit, own if baseline is None else baseline) for unit in answer.units]
     return answer
 
 
-def _mean_live(entries: Sequence[Entry]) -> float:
-    rewards = [
-        rollout.reward
-        for entry in entries
-        if isinstance(entry.experience, Experience) and entry.experience.source == "live"
-        for rollout in entry.experience.rollouts
-        if rollout.reward is not None and abs(rollout.reward) <= REWARD_MAX
-    ]
-    return math.fsum(rewards) / len(rewards) if rewards else 0.0
+def _measured(unit: Unit, baseline: float) -> Unit:
+    """A live unit, whose advantage was its reward so far, against what such units bring."""
+    if unit.source != "live":
+        return unit
+    return replace(unit, advantages=tuple(reward - baseline for reward in unit.advantages))
 
 
 def _admit_group(
@@ -152,9 +149,9 @@ def _admit_group(
     members: list[sequence.Sequence],
     withheld: dict[int, Reason | None],
     scale_std: bool,
-    baseline: float,
 ) -> None:
-    """Adds the group as a unit, or as a drop when none of its members is left."""
+    """Adds the group as a unit, or as a drop when none of its members is left. A live unit has its reward in
+    place of an advantage."""
     reasons = [reason for reason in withheld.values() if reason]
     if len(reasons) == len(members):
         answer.drops.append(_drop(experience, "stale" if "stale" in reasons else reasons[0]))
@@ -162,7 +159,7 @@ def _admit_group(
     rewards = [_reward(rollout) for rollout in experience.rollouts]
     if experience.source == "live":
         answer.live_rewards += rewards
-        values = [reward - baseline for reward in rewards]
+        values = rewards
     else:
         values = advantages(rewards, scale_std=scale_std)
     kept = [(m, a) for m, a in zip(members, values, strict=True) if not withheld[m.member]]

@@ -60,6 +60,17 @@ def test_the_first_units_are_measured_against_their_own_mean() -> None:
     assert [unit.advantages for unit in answer.units if unit.source == "live"] == [(0.5,), (-0.5,)]
 
 
+def test_what_is_not_trained_is_no_part_of_the_first_mean() -> None:
+    """Neither an old unit, nor one sent twice, nor what one user gives beyond a share: the mean of the first
+    units is the one that the state begins with."""
+    records = [live("a", 1.0, user="u", version=2), live("b", 0.0, version=2)]
+    beside = [live("a", 1.0, user="u", version=2), live("old", 0.75), live("c", 0.75, user="u", version=2)]
+    answer = admitted(*records, *beside, mean=None, cap=1)
+    assert [unit.advantages for unit in answer.units] == [(0.5,), (-0.5,)]
+    assert baseline(None, answer.live_rewards, 0.5) == 0.5
+    assert [drop.reason for drop in answer.drops] == ["duplicate", "stale", "user_cap"]
+
+
 def test_a_user_has_a_share_of_a_step() -> None:
     """Units beyond it are dropped and counted; stale ones take no place; unknown users have no share."""
     records = [live(f"{n}", 0.75, user="u", version=2) for n in range(3)]
