@@ -31,12 +31,14 @@ Reason = Literal[
     "over_long",  # more tokens than sequence_tokens_max
     "empty",  # nothing in it is trained
     "revoked",  # weights that were rolled back generated some of it: what their users did is no guide
-    "stale",  # older than lag_versions_max; after all those that follow from the records alone
+    "stale",  # older than lag_versions_max; like the one before, after what follows from the records alone
     "user_cap",  # more live units of one user than a step trains
 ]
 MALFORMED: Final = "malformed"
 REVOKED: Final[Reason] = "revoked"
 CAPPED: Final[Reason] = "user_cap"
+BY_THE_STEP: Final[tuple[Reason, ...]] = (REVOKED, "stale")
+"""A group none of whose members is left is dropped for these before what follows from its records alone."""
 REWARD_MAX: Final = 1e6
 """What is above is a fault of a grader, and would drown every other gradient."""
 
@@ -110,8 +112,6 @@ def admit(
                 answer.drops.append(_drop(experience, "duplicate"))
                 continue
             reason = _group_reason(experience)
-            if reason is None and entry.consumed.revoked and not train_revoked:
-                reason = REVOKED
             members = [] if reason else _members(experience, version, model)
         except WireError as error:
             answer.malformed.append((entry, error))
@@ -123,7 +123,8 @@ def admit(
             answer.drops.append(_drop(experience, reason))
             continue
         oldest = version - lag_versions_max
-        withheld = {m.member: _member_reason(m, oldest, sequence_tokens_max) for m in members}
+        revoked = entry.consumed.revoked and not train_revoked
+        withheld = {m.member: _member_reason(m, oldest, sequence_tokens_max, revoked) for m in members}
         if experience.source == "live" and experience.user and not any(withheld.values()):
             users[experience.user] += 1
             if users[experience.user] > user_units_max:
@@ -154,7 +155,8 @@ def _admit_group(
     place of an advantage."""
     reasons = [reason for reason in withheld.values() if reason]
     if len(reasons) == len(members):
-        answer.drops.append(_drop(experience, "stale" if "stale" in reasons else reasons[0]))
+        by_the_step = (reason for reason in BY_THE_STEP if reason in reasons)
+        answer.drops.append(_drop(experience, next(by_the_step, reasons[0])))
         return
     rewards = [_reward(rollout) for rollout in experience.rollouts]
     if experience.source == "live":
@@ -244,11 +246,13 @@ def _members(experience: Experience, version: int, model: ModelConfig) -> list[s
     return members
 
 
-def _member_reason(member: sequence.Sequence, oldest: int, tokens_max: int) -> Reason | None:
+def _member_reason(member: sequence.Sequence, oldest: int, tokens_max: int, revoked: bool) -> Reason | None:
     if member.tokens > tokens_max:
         return "over_long"
     if not member.tokens_trained:
         return "empty"
+    if revoked:
+        return REVOKED
     return "stale" if member.oldest_version < oldest else None
 
 

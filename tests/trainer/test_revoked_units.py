@@ -3,12 +3,16 @@ were."""
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from trainer_records import MODEL, consumed, pair
+import pytest
+from trainer_records import MODEL, consumed, experience, pair, rollout
 from training_place import Place, messages
 
 from headrace.bus.protocol import Bus, Message
+from headrace.cli.accounts import TRAINABLE
+from headrace.cli.accounts_verdict import verdict
 from headrace.consumers.batches import entries_of
 from headrace.store.blobs import Blobs
 from headrace.trainer.admission import Entry, admit
@@ -42,6 +46,33 @@ def test_the_mark_decides_and_policy_may_overrule() -> None:
         assert [(drop.group_id, drop.reason) for drop in answer.drops] == [("b", "revoked")] * (not policy)
         assert answer.read == ["a", "b"]
     assert trained == {False: ["a"], True: ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([], "malformed"),
+        ([((), range(9, 25))], "over_long"),
+        ([((), ())], "empty"),
+        ([((), (9, 10))], "revoked"),
+    ],
+)
+def test_what_the_records_say_comes_before_the_mark(turns: list[Any], expected: str) -> None:
+    """The mark hangs on the step that read the unit, so `headrace account` could not know it from the topics:
+    a unit that is wrong by itself is dropped for that, marked or not."""
+    record = experience("a", [rollout(0, 1.0, turns), rollout(1, 0.0, turns)])
+    answer = admit(
+        [Entry(msgspec.structs.replace(consumed("a"), revoked=True), record)],
+        version=0,
+        seen=(),
+        model=MODEL,
+        lag_versions_max=2,
+        sequence_tokens_max=16,
+        scale_std=False,
+    )
+    assert [drop.reason for drop in answer.drops] == [expected]
+    by_topics = verdict(record, sequence_tokens_max=16)
+    assert by_topics == (TRAINABLE if expected == "revoked" else expected)
 
 
 def test_the_ledger_alone_says_what_was_revoked(tmp_path: Path) -> None:
