@@ -49,7 +49,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 class FeedbackClient:
     """`address`: `http(s)://` or `grpc(s)://HOST:PORT`. `buffer`: a file of this client. `on_dropped` and
     `on_refused` are called with what is lost because the buffer is full or the gateway does not want it; from
-    the caller's thread and the sending one, and must return soon.
+    the caller's thread and the sending one, and must return soon. What `on_refused` raises is logged.
 
     Raises ConfigError for an address that is none, FeedbackUnavailable for a buffer that can't be opened.
     """
@@ -78,6 +78,7 @@ class FeedbackClient:
         self._idle = threading.Condition()
         self._sending = False
         self._closing = False
+        self._left: int | None = None
         self._hurry = False
         self._last_error = ""
         self._random = random.Random()
@@ -102,15 +103,17 @@ class FeedbackClient:
     def publish_event(self, event: Event) -> None:
         """Reports `event` as it is: for adapters, whose events have ids. Raises as `publish`; calling it
         twice is safe."""
+        if not event.text.isascii():  # editors cut text anywhere: half a character has no UTF-8
+            event = msgspec.structs.replace(event, text=event.text.encode(errors="replace").decode())
         fault = fault_of(event)
         if fault:
             raise FeedbackError(f"feedback {event.event_id[:128]!a}: {fault}")
         dropped = self._buffer.append(event)
+        self._work.set()
         if dropped:
             _logger.warning("feedback buffer full: dropped=%d", len(dropped))
             if self._on_dropped is not None:
                 self._on_dropped(dropped)
-        self._work.set()
 
     def status(self) -> Status:
         return Status(**self._buffer.counts(), last_error=self._last_error)
@@ -130,17 +133,20 @@ class FeedbackClient:
         return True
 
     def close(self, deadline_s: float = 2.0) -> int:
-        """Flushes for `deadline_s`, then stops; how many events stay in the file for the next client."""
+        """Flushes for `deadline_s`, then stops; how many events stay in the file for the next client. Calling
+        it twice is safe."""
+        if self._left is not None:
+            return self._left
         if self._thread.is_alive():
             self.flush(deadline_s)
         self._closing = True
         self._work.set()
         self._transport.close()
         self._thread.join(1.0)
-        waiting = self._buffer.counts()["waiting"]
+        self._left = self._buffer.counts()["waiting"]
         if not self._thread.is_alive():
             self._buffer.close()
-        return waiting
+        return self._left
 
     def __enter__(self) -> Self:
         return self
@@ -159,11 +165,14 @@ class FeedbackClient:
                 try:
                     if not self._send_one():
                         break
-                except FeedbackError as error:
+                except Exception as error:
+                    if not isinstance(error, FeedbackError):  # a call-back's: the others go on
+                        _logger.exception("feedback client")
                     self._last_error = str(error)
                     failures = failures + 1 if self._pause(failures, error) else 0
                 else:
                     self._last_error, failures = "", 0
+        self._transport.close()  # again: it may have been opened anew since `close` did so
 
     def _send_one(self) -> bool:
         """One batch from the head of the file to its answer; False when there is none."""
@@ -197,17 +206,18 @@ class FeedbackClient:
         return reply
 
     def _settle(self, batch: Sequence[Waiting], reply: Reply) -> None:
-        if reply.accepted + len(reply.refused) != len(batch):
+        named = {item.index for item in reply.refused}
+        if reply.accepted + len(named) != len(batch) or not named <= set(range(len(batch))):
             raise FeedbackUnavailable(
-                f"gateway: expected an answer for {len(batch)} events, got one for "
-                f"{reply.accepted + len(reply.refused)}"
+                f"gateway: expected an answer for {len(batch)} events, got {reply.accepted} accepted and "
+                f"{sorted(named)} refused"
             )
         refused = [(batch[item.index].event, item.reason) for item in reply.refused]
+        self._buffer.remove([item.number for item in batch], sent=reply.accepted, refused=len(refused))
         if refused:
             _logger.warning("feedback refused: events=%d first=%s", len(refused), refused[0][1])
             if self._on_refused is not None:
                 self._on_refused(refused)
-        self._buffer.remove([item.number for item in batch], sent=reply.accepted, refused=len(refused))
 
     def _pause(self, failures: int, error: Exception) -> bool:
         """Doubles up to `BACKOFF_S_MAX`, of which a random half is waited; never less than the gateway asked

@@ -38,7 +38,10 @@ class Transport(Protocol):
 
 
 def transport_to(address: str, *, token: str, ca_file: Path | None) -> Transport:
-    """By the scheme of `address`: http, https, grpc or grpcs `://HOST:PORT`. Raises ConfigError."""
+    """By the scheme of `address`: http, https, grpc or grpcs `://HOST:PORT`. Raises ConfigError, which never
+    shows the token."""
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError("token: expected printable ASCII without spaces, got something else")
     parts = urlsplit(address)
     with suppress(ValueError):
         if parts.hostname and parts.port:
@@ -55,6 +58,7 @@ def transport_to(address: str, *, token: str, ca_file: Path | None) -> Transport
 
 
 def _context(ca_file: Path | None) -> ssl.SSLContext:
+    """Raises ConfigError for a file that holds no certificates."""
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     except OSError as error:
@@ -134,6 +138,7 @@ class GrpcTransport:
         self._grpc, self._messages = grpc, feedback_messages
         self._place = address
         if secure:
+            _context(ca_file)  # grpc would only fail later, and not say why
             authority = None if ca_file is None else ca_file.read_bytes()
             self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority))
         else:

@@ -150,15 +150,87 @@ def test_full_buffer_says_what_it_dropped(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_an_answer_that_does_not_fit_is_none(tmp_path: Path) -> None:
-    """Two events and an answer for one: nothing leaves, the batch is sent again."""
+@pytest.mark.parametrize("refused", [(), (2,), (-1,), (0, 0)])
+def test_an_answer_that_does_not_fit_is_none(tmp_path: Path, refused: tuple[int, ...]) -> None:
+    """Two events and an answer for one, or for others: nothing leaves, the batch is sent again."""
     path = tmp_path / "b.db"
     ready(path, count=2)
-    transport = Scripted(Reply(accepted=1))
+    named = tuple(Refusal(index=index, event_id="e0", reason="no") for index in refused)
+    transport = Scripted(Reply(accepted=2 - len(named) if named else 1, refused=named))
     one = FeedbackClient("http://localhost:1", buffer=path, transport=transport)
     assert one.flush(DEADLINE_S)
     one.close()
     assert transport.got == [["e0", "e1"]] * 2
+
+
+def test_a_call_back_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The plug-in's own fault is logged; what was refused has left, and what waits behind it is sent."""
+    path = tmp_path / "b.db"
+    ready(path, count=3)
+
+    def broken(events: object) -> None:
+        raise RuntimeError("no such window")
+
+    transport = Scripted(Reply(accepted=1, refused=(Refusal(index=0, event_id="e0", reason="kind: no"),)))
+    one = FeedbackClient(
+        "http://localhost:1", buffer=path, batch_max=2, transport=transport, on_refused=broken
+    )
+    assert one.flush(DEADLINE_S)
+    assert one.close() == 0
+    assert transport.got == [["e0", "e1"], ["e2"]]
+    assert "no such window" in caplog.text
+
+
+def test_closed_twice(tmp_path: Path) -> None:
+    """The second time changes nothing and says the same."""
+    transport = Scripted(*[FeedbackUnavailable("away")] * 1000)
+    with FeedbackClient("http://localhost:1", buffer=tmp_path / "b.db", transport=transport) as one:
+        one.publish(suggestion_id="s", kind="shown")
+        assert one.close(0.0) == 1
+        assert one.close() == 1
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    """A batch that is on its way while the client closes opens the connection again; the end closes that
+    one too."""
+
+    class Slow(Scripted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.going = threading.Event()
+            self.open = False
+
+        def send(self, events: Sequence[Event], *, timeout_s: float) -> Reply:
+            self.asked.set()
+            assert self.going.wait(DEADLINE_S)
+            self.open = True
+            raise FeedbackUnauthenticated("who?")
+
+        def close(self) -> None:
+            self.open = False
+            self.going.set()
+
+    transport = Slow()
+    one = FeedbackClient("http://localhost:1", buffer=tmp_path / "b.db", transport=transport)
+    one.publish(suggestion_id="s", kind="shown")
+    assert transport.asked.wait(DEADLINE_S)
+    assert one.close(0.0) == 1
+    assert not transport.open
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    """Editors cut text between the two halves of an emoji: that half is a question mark. In an id it is a
+    fault."""
+    transport = Scripted(*[FeedbackUnavailable("away")] * 1000)
+    one = FeedbackClient("http://localhost:1", buffer=tmp_path / "b.db", transport=transport)
+    one.publish(suggestion_id="s", kind="shown", text="名\ud83d")
+    for fields in ({"suggestion_id": "\ud83d"}, {"user": "\ud83d"}):
+        with pytest.raises(FeedbackError, match="expected"):
+            one.publish_event(event(1, **fields))
+    one.close(0.0)
+    buffer = Buffer(tmp_path / "b.db", events_max=9)
+    assert [item.event.text for item in buffer.head(events_max=9, bytes_max=1)] == ["名?"]
+    buffer.close()
 
 
 def test_publish_tells_what_no_gateway_takes(tmp_path: Path) -> None:
@@ -273,6 +345,23 @@ def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
     """An address without scheme or port is named as such."""
     with pytest.raises(ConfigError, match="expected http://, https://, grpc:// or grpcs://HOST:PORT"):
         FeedbackClient(address, buffer=tmp_path / "b.db")
+
+
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
+def test_certificates_that_are_none(tmp_path: Path, scheme: str) -> None:
+    """A missing file and one that holds something else are named when the client is made."""
+    other = tmp_path / "other.pem"
+    other.write_text("no certificate")
+    for path in (other, tmp_path / "missing.pem"):
+        with pytest.raises(ConfigError, match=f"{path.name}: expected certificates"):
+            FeedbackClient(f"{scheme}://x:1", buffer=tmp_path / "b.db", ca_file=path)
+
+
+def test_a_token_that_no_header_carries(tmp_path: Path) -> None:
+    """It is refused at once, and not shown."""
+    with pytest.raises(ConfigError, match="token: expected printable ASCII") as caught:
+        FeedbackClient("http://x:1", buffer=tmp_path / "b.db", token="secret-of-ada\n")
+    assert "secret" not in str(caught.value)
 
 
 def test_client_imports_light() -> None:
