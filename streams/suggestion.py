@@ -12,12 +12,11 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from headrace.errors import WireError
+from headrace.rpc.feedback import ID_BYTES_MAX, PERSISTED_S_MAX
 from headrace.wire.codec import encode_plain
 from headrace.wire.records import VERSION_MAX, Feedback
 
 EVENT_BYTES_MAX = 262_144
-ID_BYTES_MAX = 500
-PERSISTED_S_MAX = 86_400
 
 Name = Literal[
     "never_shown",

@@ -42,6 +42,8 @@ class _Batch(msgspec.Struct, frozen=True):
 
 _batches = msgspec.json.Decoder(_Batch)
 _events = msgspec.json.Decoder(Event)
+_NO_JSON: Final = (msgspec.DecodeError, RecursionError)
+"""What a decoder raises; the latter for a few thousand brackets in each other."""
 
 
 class HttpHalf:
@@ -50,6 +52,7 @@ class HttpHalf:
     def __init__(self, door: Door, context: ssl.SSLContext | None) -> None:
         self._door = door
         self._context = context
+        self._handshake_s = door.config.head_ms_max / 1000
         self._body_s = door.config.body_ms_max / 1000
         app = web.Application(client_max_size=door.config.message_bytes_max)
         app.router.add_post("/v1/events", self._publish)
@@ -72,7 +75,11 @@ class HttpHalf:
         await self._runner.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host.strip("[]"), int(port), ssl=self._context
+                self._connection,
+                host.strip("[]"),
+                int(port),
+                ssl=self._context,
+                ssl_handshake_timeout=self._handshake_s if self._context else None,
             )
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -145,17 +152,17 @@ def parse(body: bytes, *, now_ms: int) -> list[Event | str]:
     whole is neither ours nor Tabby's."""
     try:
         batch = _batches.decode(body)
-    except msgspec.DecodeError as error:
+    except _NO_JSON as error:
         try:
             return list(tabby.events(msgspec.json.decode(body), now_ms=now_ms))
-        except (msgspec.DecodeError, WireError) as tabbys:
+        except (*_NO_JSON, WireError) as tabbys:
             ours = f'{{"events": [...]}} ({error})'
             raise WireError(f"body: expected {ours} or an event of Tabby's ({tabbys})") from None
     events: list[Event | str] = []
     for raw in batch.events:
         try:
             events.append(_events.decode(raw))
-        except msgspec.DecodeError as error:
+        except _NO_JSON as error:
             events.append(f"event: {error}")
     return events
 

@@ -167,6 +167,7 @@ class Writer:
                 waiting.done.set_exception(
                     FeedbackUnavailable(f"gateway: not durable: {error}", retry_after_ms=AWAY_RETRY_MS)
                 )
+                waiting.done.exception()  # its stream may end at an earlier one: then nobody asks for this
         self._queue.clear()
         self._queued_events = 0
 

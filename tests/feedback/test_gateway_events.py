@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import msgspec
 import pytest
 from gateway_place import Place, event, json_batch, method, on_a_gateway, post, records
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from headrace.errors import WireError
+from headrace.producers.gateway import over_http
 from headrace.rpc import feedback_pb2 as pb
-from headrace.rpc.feedback import LENGTH_MAX, Event
+from headrace.rpc.feedback import LENGTH_MAX, Event, fault_of
 from headrace.rpc.feedback_messages import SERVICE, request_of
+from headrace.streams.suggestion import check
+from headrace.wire.records import Feedback
 
 DAY_MS = 86_400_000
 
@@ -72,7 +77,8 @@ def test_editor_clock_passes_untouched(tmp_path: Path, skew_ms: int) -> None:
         ({"user": "u" * 300}, "user: expected at most 256 characters, got 300"),
         ({"editor_ms": -5}, "editor_ms: "),
         ({"difference": float("nan")}, "difference: expected 0 to 1, got nan"),
-        ({"persisted_s": 1 << 40}, "persisted_s: "),
+        ({"persisted_s": 86_401}, "persisted_s: expected 0 to 86400 seconds, got 86401"),
+        ({"kind": "persisted"}, "persisted_s: expected the seconds since the accept, got none"),
         ({"text": "x" * 65_537}, "text: expected at most 65536 bytes, got 65537"),
     ],
 )
@@ -113,6 +119,25 @@ def test_invalid_utf8_spoils_its_event_alone(tmp_path: Path) -> None:
         assert sorted(r.event_id for r in await place.records()) == ["e0", "e2", "e4"]
 
     on_a_gateway(tmp_path, act)
+
+
+def test_what_a_gateway_takes_no_join_refuses() -> None:
+    """Events at every bound: an acknowledgement is no promise if the feedback join dead-letters them."""
+    for most in (
+        event(1, event_id="\U0001f600" * 128, continues="\U0001f600" * 128, superseded_by="名" * 128),
+        event(1, kind="partially_accepted", accepted_length=LENGTH_MAX),
+        event(1, kind="persisted", persisted_s=86_400, difference=1.0, editor_ms=1 << 53),
+    ):
+        assert fault_of(most) == ""
+        known = {name: value for name, value in msgspec.structs.asdict(most).items() if name != "text"}
+        check(Feedback(run="r", **known))
+
+
+@pytest.mark.parametrize("open_", [b"[", b'{"x":['])
+def test_brackets_in_each_other(open_: bytes) -> None:
+    """A hundred thousand of them are no batch, and no fault of the gateway."""
+    with pytest.raises(WireError, match="body: expected"):
+        over_http.parse(open_ + b"[" * 100_000, now_ms=0)
 
 
 def test_what_is_no_batch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ the client has sent again."""
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sqlite3
@@ -240,6 +241,33 @@ def test_after_a_failed_batch_its_lane_is_closed() -> None:
             await writing
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_a_failure_that_nobody_waits_for_is_quiet() -> None:
+    """A stream ends at its first batch that failed; those behind it are refused without a trace in the
+    log."""
+    told: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        async with open_bus("sqlite::memory:") as bus:
+            await bus.create_topics([FEEDBACK])
+            doubtful = Doubtful(bus)
+            writer = Writer(doubtful, GatewayConfig(), _Clock())  # type: ignore[arg-type]
+            doubtful.fail = True
+            lane, message = Lane(), Message(FEEDBACK.name, b"s", b"")
+            first = writer.submit(lane, ["a u"], [message])
+            writer.submit(lane, ["b u"], [message])
+            writing = asyncio.create_task(writer.run())
+            with pytest.raises(FeedbackUnavailable):
+                await first
+            await until(lambda: not writer.away)
+            writer.drain()
+            await writing
+            gc.collect()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    assert told == []
 
 
 class _Clock:

@@ -260,6 +260,20 @@ def test_tls(tmp_path: Path) -> None:
     on_a_gateway(tmp_path, act, tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(own))
 
 
+def test_a_handshake_that_does_not_come(tmp_path: Path) -> None:
+    """A connection that never begins TLS is closed like one that sends no head."""
+    cert, key = certificate(tmp_path / "server")
+
+    async def act(place: Place) -> None:
+        host, port = place.addresses.http.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+    on_a_gateway(tmp_path, act, tls_cert=str(cert), tls_key=str(key), head_ms_max=300)
+
+
 def certificate(stem: Path) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and its key. Skips without the `openssl` program."""
     cert, key = stem.with_suffix(".pem"), stem.with_suffix(".key")

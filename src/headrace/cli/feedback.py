@@ -107,7 +107,7 @@ def _replay(client: "FeedbackClient", args: argparse.Namespace, refused: list[st
         try:
             for event in read(json.loads(line)):
                 client.publish_event(event)
-        except (ValueError, WireError, FeedbackError) as error:
+        except (ValueError, RecursionError, WireError, FeedbackError) as error:
             if isinstance(error, FeedbackError) and error.retriable:
                 raise
             refused.append(f"{args.file}:{number}: {error}")

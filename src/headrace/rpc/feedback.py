@@ -19,11 +19,14 @@ KINDS: Final[frozenset[str]] = frozenset(
 LENGTH_MAX: Final = 1 << 20
 """UTF-16 units of one suggestion: a thousand times what an editor shows."""
 TEXT_BYTES_MAX: Final = 65_536
-PERSISTED_S_MAX: Final = 30 * 86_400
+PERSISTED_S_MAX: Final = 86_400
 TIME_MS_MAX: Final = 1 << 53
 USER_CHARS_MAX: Final = 256
-_ID: Final = re.compile(r"[^\s/\\\x00-\x1f\x7f]{1,128}")
-"""Of events, suggestions and views. Slashes and spaces are what paths and names are made of."""
+_ID: Final = re.compile(r"[^\s/\\\x00-\x1f\x7f\ud800-\udfff]{1,128}")
+"""Of events, suggestions and views. Slashes and spaces are what paths and names are made of; lone surrogates
+have no UTF-8."""
+ID_BYTES_MAX: Final = 4 * 128
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _CLIENT: Final = re.compile(r"[A-Za-z0-9._+-]{1,48}(/[A-Za-z0-9._+-]{1,48})?")
 
 
@@ -90,6 +93,8 @@ def fault_of(event: Event) -> str:
         return _no_id("view_id", event.view_id)
     if event.client and not _CLIENT.fullmatch(event.client):
         return f"client: expected NAME/VERSION of letters, digits and ._+-, got {_shown(event.client)}"
+    if not event.user.isascii() and _SURROGATE.search(event.user):
+        return f"user: expected text that has UTF-8, got {_shown(event.user)}"
     if len(event.user) > USER_CHARS_MAX:
         return f"user: expected at most {USER_CHARS_MAX} characters, got {len(event.user)}"
     if event.text or event.superseded_by or event.continues:
@@ -114,6 +119,8 @@ def _fault_of_rare(event: Event) -> str:
 
 
 def _fault_of_measures(event: Event) -> str:
+    if event.persisted_s is None and event.kind == "persisted":
+        return "persisted_s: expected the seconds since the accept, got none"
     if event.persisted_s is not None and not 0 <= event.persisted_s <= PERSISTED_S_MAX:
         return f"persisted_s: expected 0 to {PERSISTED_S_MAX} seconds, got {event.persisted_s}"
     if event.difference is not None and not 0 <= event.difference <= 1:  # NaN is neither
