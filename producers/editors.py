@@ -231,7 +231,8 @@ class _Office:
             if happening.kind in AFTERWARDS:
                 await self._afterwards(event, happening.after_ms - at_ms)
                 continue
-            await self._rest(happening.after_ms - at_ms)
+            if not await self._rest(happening.after_ms - at_ms):
+                return
             at_ms = happening.after_ms
             self.counts.accepted += happening.kind == "accepted"
             await self._publish([event])
@@ -262,20 +263,21 @@ class _Office:
 
     async def _report_later(self, event: Feedback, after_ms: int) -> None:
         try:
-            await self._rest(after_ms)
-            await self._publish([event])
+            if await self._rest(after_ms):
+                await self._publish([event])
         except Exception as error:  # raised by `run`, which owns this task
             self._failed = error
             self._stop.set()
         finally:
             self._room.release()
 
-    async def _rest(self, human_ms: float) -> None:
-        """Sleeps, but not beyond the stop."""
+    async def _rest(self, human_ms: float) -> bool:
+        """Sleeps, but not beyond the stop; whether the time has passed."""
         try:
             await asyncio.wait_for(self._stop.wait(), human_ms / 1000 / self._config.pace)
         except TimeoutError:
-            return
+            return True
+        return False
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:

@@ -11,7 +11,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace import log
 from headrace.bus.protocol import Bus, Message
@@ -98,6 +99,15 @@ def step_of(
     )
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """`until_s`: loop time until which it may wait. `message`: once it was tried to write."""
+
+    until_s: float
+    answer: Answer
+    message: Message | None = None
+
+
 class SuggestionLog:
     """`offer` from the loop that answers; `run` beside it."""
 
@@ -112,8 +122,7 @@ class SuggestionLog:
         self._run = run
         self._make = make
         self._clock = clock or SystemClock()
-        self._waiting: deque[tuple[float, Answer]] = deque()
-        """With the loop time until which it may wait."""
+        self._waiting: deque[_Waiting] = deque()
         self._came = asyncio.Event()
         self.counts: Counter[str] = Counter()
         """`written`; `lost.<why>`; `passed.<why>` for live answers that are no suggestions."""
@@ -129,7 +138,7 @@ class SuggestionLog:
             self._lose("full", [answer])
         else:
             until_s = asyncio.get_running_loop().time() + self._config.write_ms_max / 1000
-            self._waiting.append((until_s, answer))
+            self._waiting.append(_Waiting(until_s, answer))
             self._came.set()
 
     async def run(self, opened: Callable[[], AbstractAsyncContextManager[Bus]], stop: asyncio.Event) -> None:
@@ -146,73 +155,74 @@ class SuggestionLog:
                 log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
                 self._drop_late(asyncio.get_running_loop().time())
                 await asyncio.sleep(RETRY_S)
-        self._lose("stopped", [answer for _, answer in self._waiting])
+        self._lose("stopped", [waiting.answer for waiting in self._waiting])
 
     async def _serve(self, bus: Bus, stop: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
         stopping = asyncio.ensure_future(stop.wait())
         reporting = asyncio.ensure_future(self._report())
+        writing = asyncio.ensure_future(self._write(bus, stop))
         try:
-            while not stopping.done():
-                came = asyncio.ensure_future(self._came.wait())
-                await asyncio.wait({came, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                came.cancel()
-                await asyncio.sleep(self._config.gather_ms / 1000)
-                await self._write_all(bus, None, stopping)
-            await self._write_all(bus, loop.time() + self._config.drain_ms / 1000, None)
+            await asyncio.wait({writing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            self._came.set()
+            await asyncio.wait_for(writing, self._config.drain_ms / 1000)
+        except TimeoutError:
+            return
         finally:
-            stopping.cancel()
-            reporting.cancel()
+            for task in (stopping, reporting, writing):
+                task.cancel()
             log.event(_logger, "suggestions", waiting=len(self._waiting), **self.counts)
 
-    async def _write_all(
-        self, bus: Bus, until_s: float | None, stopping: "asyncio.Future[Literal[True]] | None"
-    ) -> None:
-        """Batch after batch. Returns early at `until_s`, or once `stopping` is done while the log is away."""
-        self._came.clear()
-        while self._waiting:
-            now_s = asyncio.get_running_loop().time()
-            self._drop_late(now_s)
-            if until_s is not None and now_s > until_s:
-                return
-            batch = [self._waiting[index] for index in range(min(len(self._waiting), self._config.batch_max))]
-            messages = self._messages([answer for _, answer in batch])
+    async def _write(self, bus: Bus, stop: asyncio.Event) -> None:
+        """Batch after batch until `stop`, and then until nothing waits."""
+        while self._waiting or not stop.is_set():
+            if not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+                await asyncio.sleep(self._config.gather_ms / 1000)
+                continue
+            self._drop_late(asyncio.get_running_loop().time())
+            messages = self._oldest()
             try:
                 if messages:
                     await bus.produce(messages)
             except BusUnavailable as error:
                 # What came of it may be unknown: sent again under the same ids, the joins take it once.
                 log.event(_logger, "bus_unavailable", level=logging.WARNING, reason=error)
-                if stopping is not None and stopping.done():
-                    return
                 await asyncio.sleep(RETRY_S)
                 continue
-            for _ in batch:
+            for _ in messages:
                 self._waiting.popleft()
             self.counts["written"] += len(messages)
 
     def _drop_late(self, now_s: float) -> None:
         late = []
-        while self._waiting and self._waiting[0][0] < now_s:
-            late.append(self._waiting.popleft()[1])
+        while self._waiting and self._waiting[0].until_s < now_s:
+            late.append(self._waiting.popleft().answer)
         self._lose("late", late)
 
-    def _messages(self, answers: Sequence[Answer]) -> list[Message]:
-        messages = []
-        for answer in answers:
-            step = self._make(answer)
+    def _oldest(self) -> list[Message]:
+        """Of the answers that have waited longest, which go on waiting; what can't be a record is lost."""
+        messages: list[Message] = []
+        for _ in range(min(len(self._waiting), self._config.batch_max)):
+            waiting = self._waiting[len(messages)]
             try:
-                value, headers = encode(
-                    step,
-                    source=f"inference/{step.region}/{step.worker}",
-                    now_ms=self._clock.now_ms(),
-                    event_id=f"{step.group_id}/0/0/0",
-                )
+                waiting.message = waiting.message or self._message(waiting.answer)
             except WireError as error:
-                self._lose("unfit", [answer], error)
-                continue
-            messages.append(Message(ROLLOUT_STEPS.name, step.group_id.encode(), value, headers))
+                del self._waiting[len(messages)]
+                self._lose("unfit", [waiting.answer], error)
+            else:
+                messages.append(waiting.message)
         return messages
+
+    def _message(self, answer: Answer) -> Message:
+        step = self._make(answer)
+        value, headers = encode(
+            step,
+            source=f"inference/{step.region}/{step.worker}",
+            now_ms=self._clock.now_ms(),
+            event_id=f"{step.group_id}/0/0/0",
+        )
+        return Message(ROLLOUT_STEPS.name, step.group_id.encode(), value, headers)
 
     def _lose(self, why: str, answers: Sequence[Answer], error: object = "") -> None:
         if not answers:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import msgspec
 import pytest
 
 from headrace.config import RunConfig
@@ -96,21 +97,22 @@ def test_people_accept_what_they_wanted_and_reject_the_rest() -> None:
 )
 def test_each_habit_shows_in_what_is_reported(habit: str, kinds: list[str]) -> None:
     """One habit always, the others never."""
-    habits = Habits(**{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__} | {habit: 1.0})
+    habits = msgspec.structs.replace(PLAIN, **{habit: 1.0})
     assert _kinds(habits, " + 1", " + 1") == kinds
 
 
 def test_accepted_lengths_are_cumulative_and_in_utf16_units() -> None:
     """' 😀' is 3 units, ' 😀 x' is 5."""
-    habits = Habits(**{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__} | {"in_parts": 1.0})
+    habits = msgspec.structs.replace(PLAIN, in_parts=1.0)
     told = react(habits, PERSON, " \U0001f600 x", " \U0001f600 x", random.Random(0))
     assert [h.accepted_length for h in told if h.kind == "partially_accepted"] == [3, 5]
 
 
 def test_a_wrong_suggestion_that_begins_right_may_be_accepted_that_far() -> None:
     """' key' of ' key.x' is 4 of 6 units."""
-    fields = {name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__} | {"part_of_wrong": 1.0}
-    told = react(Habits(**fields), PERSON, " key.x", " keys", random.Random(0))
+    told = react(
+        msgspec.structs.replace(PLAIN, part_of_wrong=1.0), PERSON, " key.x", " keys", random.Random(0)
+    )
     assert [(h.kind, h.accepted_length) for h in told] == [("shown", None), ("partially_accepted", 4)]
 
 
@@ -130,6 +132,27 @@ def test_every_shown_suggestion_is_reported_with_different_event_ids() -> None:
     counts, heard, _ = _run(" zzz")
     assert counts.shown == 24 and len({event.event_id for event in heard}) == len(heard) == 48
     assert sorted(event.kind for event in heard) == ["rejected"] * 24 + ["shown"] * 24
+
+
+def test_a_stop_forgets_what_has_not_happened_yet() -> None:
+    """A person who looks at a suggestion has not decided; what is accepted was not watched for 30 s yet."""
+    for pace, last in ((1e-3, "shown"), (30.0, "accepted")):
+        stop, heard = asyncio.Event(), list[str]()
+
+        async def publish(
+            events: list[Feedback], stop: asyncio.Event = stop, heard: list[str] = heard, last: str = last
+        ) -> None:
+            heard.extend(event.kind for event in events)
+            if events[-1].kind == last:
+                stop.set()
+
+        habits = Habits(
+            **{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__} | {"accept_wrong": 1.0}
+        )
+        config = EditorsConfig(users=3, pause_ms=0, pace=pace, habits=habits, distributions=("humanize",))
+        asyncio.run(editors.run(_Model(" zzz"), publish, RunConfig(), config, stop, codec=CODEC, session="s"))
+        assert last in heard and not {"persisted", "undone"} & set(heard)
+        assert last == "accepted" or set(heard) == {"shown"}
 
 
 def test_a_model_that_is_away_costs_no_editor_its_life() -> None:

@@ -1,7 +1,7 @@
 """The record of what inference suggested: true, in order, bounded, and never in the way of the answer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -14,8 +14,9 @@ from headrace.bus import open_bus
 from headrace.bus.protocol import Bus, Message
 from headrace.clock import ManualClock
 from headrace.config import RunConfig
-from headrace.errors import BusUnavailable
+from headrace.errors import BusUnavailable, WireError
 from headrace.policy import checkpoint, dialogue
+from headrace.producers import suggestions as producer
 from headrace.producers.config import SuggestionsConfig
 from headrace.producers.suggestions import Answer, SuggestionLog, step_of, why_not
 from headrace.rpc.generation import Completion, Generation
@@ -118,10 +119,16 @@ class Faulty:
         if not away:
             self.back.set()
         self.batches: list[int] = []
+        self.stuck = False
+        self.tries = 0
 
     async def produce(self, messages: Sequence[Message]) -> list[int]:
+        if self.stuck:
+            self.away.set()
+            await asyncio.Event().wait()
         if not self.back.is_set():
             self.away.set()
+            self.tries += 1
             raise BusUnavailable("log: away")
         self.batches.append(len(messages))
         return await self._bus.produce(messages)
@@ -140,7 +147,7 @@ async def written(bus: Bus) -> list[RolloutStep]:
 
 @asynccontextmanager
 async def logging_to(
-    *, away: bool = False, **settings: int
+    *, away: bool = False, make: Callable[[Answer], RolloutStep] = MAKE, **settings: int
 ) -> AsyncIterator[tuple[SuggestionLog, Faulty, Bus]]:
     """A running log on a new embedded bus; at the end it stops, drained."""
     async with open_bus("sqlite::memory:") as bus:
@@ -151,7 +158,7 @@ async def logging_to(
         async def opened() -> AsyncIterator[Any]:
             yield faulty
 
-        suggestions = SuggestionLog(SuggestionsConfig(**settings), "demo", MAKE, ManualClock(5_000))
+        suggestions = SuggestionLog(SuggestionsConfig(**settings), "demo", make, ManualClock(5_000))
         stop = asyncio.Event()
         running = asyncio.create_task(suggestions.run(opened, stop))
         try:
@@ -217,6 +224,40 @@ def test_loss_is_counted(caplog: pytest.LogCaptureFixture) -> None:
 
     asyncio.run(act())
     assert sum("kind=suggestions_lost" in line for line in caplog.messages) == 2
+
+
+def test_what_is_no_record_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the log was tried meanwhile; those beside it are written."""
+    monkeypatch.setattr(producer, "RETRY_S", 0.001)
+
+    def make(given: Answer) -> RolloutStep:
+        if given.request.group_id == "demo-live-1":
+            raise WireError("tokens_out: expected less")
+        return MAKE(given)
+
+    async def act() -> None:
+        async with logging_to(away=True, make=make) as (suggestions, faulty, bus):
+            for number in range(3):
+                suggestions.offer(*answer(f"demo-live-{number}"))
+            await until(lambda: faulty.tries >= 3)
+            faulty.back.set()
+            await until(lambda: suggestions.counts["written"] == 2)
+            assert suggestions.counts["lost.unfit"] == 1
+            assert sorted(step.group_id for step in await written(bus)) == ["demo-live-0", "demo-live-2"]
+
+    asyncio.run(act())
+
+
+def test_a_log_that_hangs_does_not_hold_the_stop() -> None:
+    """What can't be written within `drain_ms` is lost, and counted."""
+
+    async def act() -> None:
+        async with logging_to(gather_ms=200, drain_ms=50) as (suggestions, faulty, _):
+            faulty.stuck = True
+            suggestions.offer(*answer("demo-live-1"))
+        assert suggestions.counts["lost.stopped"] == 1
+
+    asyncio.run(act())
 
 
 def test_stop_drains() -> None:

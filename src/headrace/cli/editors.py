@@ -1,5 +1,5 @@
-"""`headrace editors`: simulated editors on a run's replicas and gateway, as real ones would be: they ask in
-the live lane, and report through the feedback client with its buffer on disk.
+"""`headrace editors`: simulated editors on a run's first replica and its gateway, as real ones would be: they
+ask in the live lane, and report through the feedback client with its buffer on disk.
 
 Not here: what the people do (`producers.editors`). For a laptop, a demo, a load: not for production.
 """
@@ -58,11 +58,11 @@ async def _type(where: Place, name: str, stop: asyncio.Event) -> None:
     if not addresses or not http:
         return
     async with AsyncExitStack() as stack:
-        replicas = [await stack.enter_async_context(InferenceClient(address)) for address in addresses]
+        replica = await stack.enter_async_context(InferenceClient(addresses[0]))
         client = FeedbackClient(f"http://{http}", buffer=where.home / f"{name}.feedback.db")
         stack.callback(client.close, FLUSH_S)
         counts = await editors.run(
-            replicas[0],
+            replica,
             lambda events: _publish(client, events),
             settings.run,
             settings.editors,
