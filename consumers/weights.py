@@ -100,7 +100,9 @@ class _Replica:
             try:
                 status = await self._client.status()
                 self._see(True)
-                if not (await self._bring_release(status) and await self._bring_to_newest(status)):
+                refused = await self._bring_release(status)
+                # Without the stable version no user may get the newest; without the canary they may.
+                if refused == "stable" or not await self._bring_to_newest(status) or refused:
                     wait_ms = config.retry_ms
             except InferenceUnavailable as error:
                 self._see(False, error)
@@ -137,16 +139,16 @@ class _Replica:
         await self._refuse(status.replica, held, loaded)
         return False
 
-    async def _bring_release(self, status: ReplicaStatus) -> bool:
+    async def _bring_release(self, status: ReplicaStatus) -> Role:
         """Gives live users what the release says: first what needs no load, so that a revoked canary stops at
-        once, then what has to be loaded. False when something was refused."""
+        once, then what has to be loaded. The side that the replica refused; empty when it refused none."""
         wanted, now = self._relay.serving, Serving(status.stable, status.canary, status.share)
         if self._loading(status):
-            return True
+            return ""
         if wanted.stable is None:
             if now.stable is not None and status.root:
                 await self._set(Serving())
-            return True
+            return ""
         roots = {v: self._relay.versions.root_of(v) for v in wanted[:2] if v is not None}
         lacking = [version for version, root in roots.items() if (version, root) not in status.hosted]
         if not lacking:
@@ -154,7 +156,7 @@ class _Replica:
                 await self._set(wanted)
             for version, root in roots.items():
                 await self._acknowledge(status.replica, version, root or "", role=_side(wanted, version))
-            return True
+            return ""
         stable = now.stable if wanted.stable in lacking else wanted.stable
         if now != Serving(stable):
             await self._set(Serving(stable))
@@ -163,13 +165,13 @@ class _Replica:
             held = await self._relay.versions.obtain(version)
             loaded = await self._load(status, held, hold=True)
             if loaded is None:
-                return True
+                return ""
             if not loaded.serving:
                 await self._refuse(status.replica, held, loaded, role)
-                return role == "canary"
+                return role
             self._refused.pop(role, None)
         await self._set(wanted)
-        return True
+        return ""
 
     async def _set(self, serving: Serving) -> None:
         reason = await self._client.set_release(
@@ -180,10 +182,9 @@ class _Replica:
         log.event(_logger, "release", replica=self._client.address, **serving._asdict())
 
     async def _refuse(self, replica: str, held: Held, loaded: Loaded, role: Role = "") -> None:
-        """Says once that a replica refused a version."""
+        """Says that a replica refused a version: once, if the log takes it."""
         if self._refused.get(role) == (held.version, held.root):
             return
-        self._refused[role] = (held.version, held.root)
         log.event(
             _logger,
             "alarm",
@@ -193,7 +194,7 @@ class _Replica:
             version=held.version,
             reason=loaded.detail,
         )
-        await self._relay.acknowledge(
+        said = await self._relay.acknowledge(
             replica,
             held.version,
             held.root,
@@ -201,6 +202,8 @@ class _Replica:
             refused=loaded.detail or "refused",
             unfit=loaded.unfit,
         )
+        if said:
+            self._refused[role] = (held.version, held.root)
 
     async def _load(self, status: ReplicaStatus, held: Held, *, hold: bool = False) -> Loaded | None:
         """Stages the weights and has them loaded. None when the answer stays out: `_loading` then watches it,
