@@ -36,7 +36,7 @@ from headrace.producers import figures, measure, open_files
 from headrace.producers.config import EditorsConfig
 from headrace.producers.figures import Bin, Change, Interval
 from headrace.producers.measure import Answer, Result, Trial
-from headrace.streams.suggestion import Rewards, Signals
+from headrace.streams.suggestion import Rewards, outcome_of
 from headrace.trainer import sequence
 from headrace.trainer.admission import Unit
 from headrace.trainer.advantage import baseline
@@ -71,11 +71,7 @@ def judge(rewards: Rewards) -> measure.Judge:
     """The feedback join's rules, with every event in time."""
 
     def of(events: Sequence[Feedback], text_length: int) -> tuple[float, float | None]:
-        signals = Signals()
-        for event in events:
-            at_ms = event.editor_ms
-            signals.add(event, at_ms, text_length=text_length, flicker_ms=FLICKER_MS)
-        outcome = signals.outcome(text_length, rewards)
+        outcome = outcome_of(events, text_length, rewards=rewards, flicker_ms=FLICKER_MS)
         return outcome.share, outcome.reward
 
     return of

@@ -63,7 +63,7 @@ async def evaluate(
     the version was never announced or cannot be had, SandboxError when a task failed on every attempt.
     """
     async with (
-        serving(bus, run, config, blobs, version, samples=config.samples) as replica,
+        serving(bus, run, config, blobs, version, slots=_slots(config, config.samples)) as replica,
         Arena.open(env, "heldout") as arena,
     ):
         log.event(_logger, "round_start", round=round, version=version, sandbox=arena.describe())
@@ -75,10 +75,10 @@ async def evaluate(
 
 @asynccontextmanager
 async def serving(
-    bus: Bus, run: RunConfig, config: EvaluationConfig, blobs: Blobs, version: int, *, samples: int
+    bus: Bus, run: RunConfig, config: EvaluationConfig, blobs: Blobs, version: int, *, slots: int
 ) -> AsyncIterator[Replica]:
-    """A replica in this process that serves `version` of the run's weights to `samples` tries of each task in
-    flight. Raises StoreError when the version was never announced or cannot be had."""
+    """A replica in this process that serves `version` of the run's weights to `slots` requests at a time.
+    Raises StoreError when the version was never announced or cannot be had."""
     weights = _Announced(bus, run, config, blobs, version_max=version)
     begins, ends = await bus.begins([WEIGHTS.name]), await bus.ends([WEIGHTS.name])
     for tp, end in ends.items():
@@ -86,7 +86,7 @@ async def serving(
     newest = weights.versions.newest
     if newest is None or newest.version != version:
         raise StoreError(f"weights {version}: expected an announcement of run {run.name}, found none")
-    async with _engine(config, samples) as replica:
+    async with _engine(config, slots) as replica:
         await _serve(replica, await weights.versions.obtain())
         yield replica
 
@@ -106,7 +106,10 @@ async def run(
     the log stays away for longer than `outage_ms_max`.
     """
     outage = Outage(config.outage_ms_max)
-    async with _engine(config, config.watch_samples) as replica, Arena.open(env, "heldout") as arena:
+    async with (
+        _engine(config, _slots(config, config.watch_samples)) as replica,
+        Arena.open(env, "heldout") as arena,
+    ):
         examiner = Examiner(bus, run, config, replica, arena, env.name)
         weights = _Announced(bus, run, config, blobs)
         while not stop.is_set():
@@ -185,15 +188,18 @@ class _Announced:
                 self.versions.announce(record)
 
 
+def _slots(config: EvaluationConfig, samples: int) -> int:
+    """Room for every try of all tasks in flight."""
+    return config.tasks_in_flight * max(samples, 1)
+
+
 @asynccontextmanager
-async def _engine(config: EvaluationConfig, samples: int) -> AsyncIterator[Replica]:
-    """A replica in this process, with room for all tasks in flight."""
+async def _engine(config: EvaluationConfig, slots: int) -> AsyncIterator[Replica]:
+    """A replica in this process."""
     torch.set_num_threads(config.threads)
     invariant.warm_up()
     model, _, _ = checkpoint.load_seed()
-    inference = InferenceConfig(
-        replica="evaluation", slots=config.tasks_in_flight * max(samples, 1), live_slots=0
-    )
+    inference = InferenceConfig(replica="evaluation", slots=slots, live_slots=0)
     async with Replica(model, inference) as replica:
         yield replica
 

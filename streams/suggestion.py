@@ -6,6 +6,7 @@ The order is that of the log (broker time). The editor's clock says one thing on
 stood there, as the difference of two stamps of the same clock, however wrong that is set.
 """
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Annotated, Literal, NamedTuple
 
@@ -43,6 +44,17 @@ class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     edited_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     """How much of an accept is lost when all of its text is edited away again while it is watched; in
     proportion for a part of the text."""
+
+    def __post_init__(self) -> None:
+        if self.accepted <= self.rejected:
+            raise ValueError(
+                f"accepted: expected more than rejected ({self.rejected:g}), got {self.accepted:g}"
+            )
+
+    @property
+    def break_even(self) -> float:
+        """The chance of an accept above which showing pays, if all else is a reject."""
+        return (self.silent - self.rejected) / (self.accepted - self.rejected)
 
 
 class Outcome(NamedTuple):
@@ -129,6 +141,15 @@ class Signals(msgspec.Struct, array_like=True, gc=False):
         """How long it stood there: by the editor's clock, or by the log's where that one ran backwards."""
         stood_ms = event.editor_ms - self.shown_editor_ms
         return stood_ms if stood_ms >= 0 else at_ms - self.shown_ms
+
+
+def outcome_of(events: Sequence[Feedback], text_length: int, *, rewards: Rewards, flicker_ms: int) -> Outcome:
+    """Of a suggestion whose events all came in time: what the feedback join says of them, for whoever tries
+    versions without a log."""
+    signals = Signals()
+    for event in events:
+        signals.add(event, event.editor_ms, text_length=text_length, flicker_ms=flicker_ms)
+    return signals.outcome(text_length, rewards)
 
 
 def check(event: Feedback) -> None:

@@ -35,8 +35,15 @@ def step(consumed: dict[str, r.Source], admitted: tuple[str, ...], version_to: i
     return replace(known, run=RUN, consumed=units, admitted=admitted, version_to=version_to)
 
 
-def feedback(suggestion: str) -> r.Feedback:
-    return r.Feedback(event_id=suggestion, suggestion_id=suggestion, kind="accepted", editor_ms=0)
+def feedback(suggestion: str, *, run: str = RUN, continues: str | None = None) -> r.Feedback:
+    return r.Feedback(
+        run=run,
+        event_id=suggestion,
+        suggestion_id=suggestion,
+        kind="accepted",
+        editor_ms=0,
+        continues=continues,
+    )
 
 
 def ack(version: int) -> r.WeightsAck:
@@ -62,10 +69,21 @@ def test_clock_goes_from_accept_to_served() -> None:
     assert (view.admitted["live"], view.admitted["sim"]) == (2, 1)
 
 
+def test_accept_counts_for_the_unit_that_is_judged() -> None:
+    """One of the rest of a suggestion is one of the suggestion; one of another run is none of ours."""
+    view = OnlineView(RUN)
+    told(view, "feedback", feedback("a", run="other"), 1_000)
+    told(view, "feedback", feedback("a-7", continues="a"), 2_000)
+    told(view, "feedback", feedback("a", continues="a"), 2_100)
+    assert view.accepted_ms == {"a": 2_000}
+
+
 def test_quantile_is_the_nearest_rank() -> None:
-    """Of 1 to 100 the median is 51 and the 99th hundredth 100; of nothing there is none."""
-    assert quantile(list(range(1, 101)), 0.5) == 51
-    assert quantile(list(range(1, 101)), 0.99) == 100
+    """Of 1 to 100 the median is 50 and the 99th hundredth 99; of one value it is that; of nothing there is
+    none."""
+    assert quantile(list(range(1, 101)), 0.5) == 50
+    assert quantile(list(range(1, 101)), 0.99) == 99
+    assert quantile([7], 0.01) == quantile([7], 0.99) == 7
     assert quantile([], 0.5) is None
 
 

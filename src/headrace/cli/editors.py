@@ -30,9 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="editors", help="of this process in logs and pid file")
-    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
-    options.run_arguments(parser)
+    options.process_arguments(parser, "editors")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import asyncio
 
 import msgspec
 
-from headrace import log
 from headrace.cli import options, processes
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
@@ -21,9 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--round", default="check", help="name of the round (default: check)")
     parser.add_argument("--tasks", type=options.positive, help="held-out tasks (default: evaluation.tasks)")
     parser.add_argument("--samples", type=int, help="sampled tries a task; one greedy try comes on top")
-    parser.add_argument("--name", default="evaluate", help="of this process in logs and pid file")
-    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
-    options.run_arguments(parser)
+    options.process_arguments(parser, "evaluate")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace import log
 from headrace.cli import options
+from headrace.cli.files import write_whole
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
@@ -30,9 +30,7 @@ ADDRESSES = ".addresses"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("forget",), help="instead of serving")
     parser.add_argument("user", nargs="?", metavar="USER", help="whose code nobody shall read any more")
-    parser.add_argument("--name", default="gateway", help="of this process in logs and pid file")
-    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
-    options.run_arguments(parser)
+    options.process_arguments(parser, "gateway")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +55,7 @@ async def _serve(where: Place, args: argparse.Namespace, stop: asyncio.Event) ->
 
     def ready(addresses: feedback.Addresses) -> None:
         if own is not None:
-            _write_whole(own, f"{addresses.grpc}\n{addresses.http}\n")
+            write_whole(own, f"{addresses.grpc}\n{addresses.http}\n".encode())
 
     # Events come and go in large numbers and in no cycles: the collector finds nothing, for a quarter of the
     # time of the process (benchmarks/feedback.md) at the usual thresholds.
@@ -119,9 +117,3 @@ def _forget(where: Place, args: argparse.Namespace) -> int:
         return 1
     print(f"{user}: key destroyed; what this user's events stored is unreadable from now on")
     return 0
-
-
-def _write_whole(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".staged")
-    staged.write_text(text)
-    staged.replace(path)

@@ -2,7 +2,7 @@
 trains on; writes `DIR/measures/<round>.json`.
 
 The same users at the same places with the same seeds, whatever the version: two rounds are compared pair by
-pair (`cli.online_figures`). The engine runs in this process and nothing is published. Not here: the trials
+pair (`producers.figures`). The engine runs in this process and nothing is published. Not here: the trials
 (`producers.measure`).
 """
 
@@ -17,6 +17,7 @@ import msgspec
 
 from headrace import log
 from headrace.cli import options, processes
+from headrace.cli.files import write_whole
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 from headrace.errors import ConfigError
@@ -60,9 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trials", type=options.positive, default=TRIALS, help=f"suggestions asked for (default: {TRIALS})"
     )
-    parser.add_argument("--name", default="measure", help="of this process in logs and pid file")
-    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
-    options.run_arguments(parser)
+    options.process_arguments(parser, "measure")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,26 +109,21 @@ async def _measure(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
     async with (
         options.opened(where) as bus,
         evaluation.serving(
-            bus, settings.run, settings.evaluation, processes.blobs(where), args.version, samples=6
+            bus, settings.run, settings.evaluation, processes.blobs(where), args.version, slots=measure.ASKING
         ) as replica,
     ):
         answers = await measure.ask(replica, [*asked, *again], config, codec, run=settings.run.name)
-    rewards = settings.feedback_join.join.rewards
     judge = judge_of(where)
     told = [_try(answer, judge) for answer in answers]
     tries = told[: len(asked)]
     found = Measured(
         round=args.round,
         version=args.version,
-        break_even=(rewards.silent - rewards.rejected) / (rewards.accepted - rewards.rejected),
+        break_even=settings.feedback_join.join.rewards.break_even,
         tries=tries,
         again=told[len(asked) :],
     )
-    path = path_of(where.home, args.round)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(".staged")
-    staged.write_bytes(msgspec.json.encode(found))
-    staged.replace(path)
+    write_whole(path_of(where.home, args.round), msgspec.json.encode(found))
     shown = [item for item in tries if item.shown]
     accepted = sum(item.accepted for item in shown) / max(len(shown), 1)
     log.event(
@@ -146,15 +140,12 @@ async def _measure(where: Place, args: argparse.Namespace, stop: asyncio.Event) 
 
 def judge_of(where: Place) -> "Judge":
     """The rules of the run's feedback join, with every event in time."""
-    from headrace.streams.suggestion import Signals
+    from headrace.streams.suggestion import outcome_of
 
     join = where.settings.feedback_join.join
 
     def judged(events: "Sequence[Feedback]", text_length: int) -> tuple[float, float | None]:
-        signals = Signals()
-        for event in events:
-            signals.add(event, event.editor_ms, text_length=text_length, flicker_ms=join.flicker_ms)
-        outcome = signals.outcome(text_length, join.rewards)
+        outcome = outcome_of(events, text_length, rewards=join.rewards, flicker_ms=join.flicker_ms)
         return outcome.share, outcome.reward
 
     return judged

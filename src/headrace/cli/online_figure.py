@@ -23,7 +23,7 @@ def draw(found: Online, path: Path) -> None:
         at, [100 * rate for _, _, rate in points], color=ORANGE, marker=".", label="accepted, % of shown"
     )
     versions.set_title("suggestions by version of the weights", fontsize=10)
-    if found.bins is not None:
+    if found.bins is not None and found.break_even is not None:
         for bins, colour, label in zip(found.bins, (GREY, BLUE), ("before", "after"), strict=True):
             calibration.plot(
                 [100 * item.accept for item in bins],

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.cli import measure, planting
+from headrace.cli.files import write_whole
 from headrace.cli.loop import ROUND_S, Loop
 from headrace.errors import ConfigError
 from headrace.wire.topics import ROLLOUT_STEPS
@@ -197,9 +198,7 @@ class OnlineLoop(Loop):
         return not self._stop.is_set()
 
     def _write(self) -> None:
-        path = self._where.home / "measures" / PHASES_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(self._phases))
+        write_whole(self._where.home / "measures" / PHASES_FILE, msgspec.json.encode(self._phases))
 
 
 def _now_ms() -> int:

@@ -27,7 +27,7 @@ PLACES_MIN = 50
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """`change`, `threshold` and `bins` are None without both rounds on held-out files."""
+    """`change`, `break_even`, `thresholds` and `bins` are None without both rounds on held-out files."""
 
     view: OnlineView
     phases: Phases
@@ -35,7 +35,7 @@ class Online:
     versions: tuple[int, int]
     tries: int
     change: "Change | None"
-    break_even: float
+    break_even: float | None
     thresholds: "tuple[Interval, Interval] | None"
     bins: "tuple[list[Bin], list[Bin]] | None"
 
@@ -60,7 +60,7 @@ def _found(
     after: measure.Measured | None,
 ) -> Online:
     if before is None or after is None or len(before.tries) != len(after.tries):
-        return Online(view, phases, bad, (0, 0), 0, None, before.break_even if before else 0.25, None, None)
+        return Online(view, phases, bad, (0, 0), 0, None, None, None, None)
     from headrace.producers import figures
 
     accept = _by_place(before, "accepted")
@@ -133,10 +133,10 @@ def _measured(found: Online, change: "Change") -> list[str]:
         f"  reward per request  {before.reward.value:+.3f} -> {after.reward.value:+.3f}: "
         f"{change.reward.value:+.3f} [{change.reward.low:+.3f}, {change.reward.high:+.3f}]",
     ]
-    if found.thresholds is not None:
-        ours, theirs = map(_chance, found.thresholds)
+    if found.thresholds is not None and found.break_even is not None:
+        first, last = map(_chance, found.thresholds)
         told.append(
-            f"  shows from a chance of an accept of {ours} -> {theirs}; it pays from "
+            f"  shows from a chance of an accept of {first} -> {last}; it pays from "
             f"{100 * found.break_even:.0f} %"
         )
     return told

@@ -5,6 +5,7 @@ Reads the bus alone, so it is the same on both. Not here: how it looks (`cli.onl
 held-out files (`cli.measure`).
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable
@@ -16,6 +17,7 @@ from headrace.wire import records as r
 from headrace.wire.codec import decode
 from headrace.wire.topics import EXPOSURES, FEEDBACK, ROLLOUT_STEPS, TRAIN_STEPS, WEIGHTS, WEIGHTS_ACKS
 
+ACCEPTS = ("accepted", "partially_accepted")
 READ = (ROLLOUT_STEPS, FEEDBACK, EXPOSURES, TRAIN_STEPS, WEIGHTS, WEIGHTS_ACKS)
 
 
@@ -87,8 +89,8 @@ class OnlineView:
             case r.RolloutStep() if record.source == "live" and record.run == self.run:
                 latency_ms = record.ended_ms - record.started_ms
                 self.answers.append(Live(record.group_id, record.weights_version, at_ms, latency_ms))
-            case r.Feedback() if record.kind in ("accepted", "partially_accepted"):
-                unit = record.suggestion_id.removesuffix(".rest")
+            case r.Feedback() if record.run == self.run and record.kind in ACCEPTS:
+                unit = record.continues or record.suggestion_id  # the rest of one is judged with it
                 self.accepted_ms[unit] = min(at_ms, self.accepted_ms.get(unit, at_ms))
             case r.Exposure() if record.run == self.run:
                 self.exposures[record.group_id] = record
@@ -156,8 +158,8 @@ class _Soonest:
 
 
 def quantile(growing: list[int], share: float) -> int | None:
-    """The nearest rank; None of nothing."""
-    return growing[min(len(growing) - 1, int(share * len(growing)))] if growing else None
+    """The nearest rank: the least value that `share` of them do not exceed. None of nothing."""
+    return growing[max(0, math.ceil(share * len(growing)) - 1)] if growing else None
 
 
 async def view(bus: Bus, run: str) -> OnlineView:
@@ -169,8 +171,8 @@ async def view(bus: Bus, run: str) -> OnlineView:
 
 
 async def _deliveries(bus: Bus) -> AsyncIterator[Delivery]:
-    names = [topic.name for topic in READ]
-    there = [name for name in names if name in await bus.topics()]
+    known = await bus.topics()
+    there = [topic.name for topic in READ if topic.name in known]
     begins, ends = await bus.begins(there), await bus.ends(there)
     for tp, end in sorted(ends.items()):
         async for delivery in bus.read_range(tp, begins[tp], end):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace import log
 from headrace.bus.protocol import Bus
 from headrace.cli import settings as tree
 from headrace.errors import BusUnavailable, ConfigError
@@ -62,6 +63,13 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file; repeatable, later wins",
     )
     group.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def process_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """`--name` and `--log-level` of a command that runs as a process, and those of its run."""
+    parser.add_argument("--name", default=name, help="of this process in logs and pid file")
+    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
+    run_arguments(parser)
 
 
 def positive(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace.cli.files import write_whole
 from headrace.config import RunConfig, resolve
 from headrace.consumers.config import EvaluationConfig, RelayConfig, RolloutsConfig
 from headrace.envs.config import EnvConfig
@@ -128,16 +129,13 @@ def _placed(settings: Settings, run_dir: Path) -> Settings:
 
 def save(settings: Settings, run_dir: Path) -> Path:
     """Writes the resolved settings as `run.toml`, whole or not at all; the path."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / RUN_FILE
-    staged = path.with_suffix(".staged")
     movable = msgspec.to_builtins(_placed(Settings(), run_dir))
     own = msgspec.to_builtins(settings)
     for section, name in _PLACES:
         if own[section][name] == movable[section][name]:
             own[section][name] = msgspec.to_builtins(Settings())[section][name]
-    staged.write_text("# The resolved settings of this run.\n" + to_toml(own))
-    staged.replace(path)
+    write_whole(path, ("# The resolved settings of this run.\n" + to_toml(own)).encode())
     return path
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.cli import options
+from headrace.cli.files import write_whole
 from headrace.cli.options import Place
 from headrace.cli.process import run_process
 
@@ -33,9 +34,7 @@ _logger = logging.getLogger(__name__)
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="FILE", help="the checkpoint to write")
     parser.add_argument("--share", type=float, default=SHARE, help=f"of silence at first (default: {SHARE})")
-    parser.add_argument("--name", default="silence", help="of this process in logs and pid file")
-    parser.add_argument("--log-level", choices=log.LEVELS, default="info")
-    options.run_arguments(parser)
+    options.process_arguments(parser, "silence")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +64,7 @@ def _prepare(where: Place, out: Path, share: float) -> None:
         share=share,
         temperature=where.settings.editors.temperature,
     )
-    staged = out.with_name(out.name + ".staged")
-    staged.write_bytes(whole.encode(fresh(fit.weights, {}), where.settings.run.name))
-    staged.replace(out)
+    write_whole(out, whole.encode(fresh(fit.weights, {}), where.settings.run.name))
     live, tasks = f"{float(fit.share_P.mean()):.3f}", f"{fit.task_share:.4f}"
     log.event(_logger, "silence", file=out, share=live, share_of_tasks=tasks)
 
