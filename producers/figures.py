@@ -49,8 +49,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From before to after. `fewer`: 1 - shown after / before. `higher`: accept rate after / before - 1.
-    `reward`: the difference per request."""
+    """From before to after. `fewer`: 1 - shown after / before. `higher`: accept rate after / before - 1;
+    infinite where nothing was accepted before. `reward`: the difference per request."""
 
     before: Version
     after: Version
@@ -84,8 +84,8 @@ def change(before: Sequence[Result], after: Sequence[Result], *, seed: int = 0) 
     return Change(
         old.version,
         new.version,
-        _interval(1 - new.shown / old.shown),
-        _interval(new.rate / old.rate - 1),
+        _interval(1 - _ratio(new.shown, old.shown)),
+        _interval(_ratio(new.rate, old.rate) - 1),
         _interval(new.reward - old.reward),
     )
 
@@ -128,6 +128,12 @@ class _Sums:
     @property
     def version(self) -> Version:
         return Version(_interval(self.shown), _interval(self.rate), _interval(self.reward))
+
+
+def _ratio(after: Floats, before: Floats) -> Floats:
+    """1 where neither has any, infinite where only the one after has."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((after == 0) & (before == 0), 1.0, after / before)
 
 
 def _means(value_T: Floats, rows_RT: NDArray[np.int64]) -> Floats:

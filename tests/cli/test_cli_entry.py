@@ -1,5 +1,6 @@
 """The command line's own behaviour: help, errors, exit codes, flags."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import main
+from headrace.cli import main, options
 from headrace.cli.entry import COMMANDS, build_parser, split_dotted
 from headrace.errors import ConfigError
 
@@ -150,6 +151,17 @@ def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> N
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
         assert all(command in script for command in COMMANDS)
+
+
+def test_documents_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which has no infinity: a threshold that is not there is null."""
+    nothing = float("nan")
+    options.print_json({"thresholds": (float("inf"), 0.25), "change": [{"higher": nothing}], "at": Path("a")})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "thresholds": [None, 0.25],
+        "change": [{"higher": None}],
+        "at": "a",
+    }
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ def test_an_unchanged_version_has_exactly_no_change() -> None:
         assert (interval.value, interval.low, interval.high) == (0.0, 0.0, 0.0)
 
 
+def test_nothing_accepted_before() -> None:
+    """From none to some is infinitely more, from none to none is no change: neither is a number that is
+    none. Resamples that show nothing count likewise."""
+    before = [_result(index == 0, 0.0, -0.25) for index in range(40)]
+    after = [_result(index == 0, float(index == 0), 0.75) for index in range(40)]
+    more, same = change(before, after).higher, change(before, before).higher
+    assert (more.value, more.high, same.value, same.low, same.high) == (float("inf"), float("inf"), 0, 0, 0)
+    assert change(before, before).fewer.high == 0
+
+
 def test_results_of_other_trials_are_refused() -> None:
     """There are no pairs."""
     with pytest.raises(ConfigError, match="same trials"):

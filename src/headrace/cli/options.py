@@ -5,6 +5,7 @@ Not here: what a setting means (`settings`), how a bus works (`headrace.bus`).
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -157,8 +158,20 @@ def with_bus(act: Callable[[Bus, Place], Coroutine[Any, Any, int]], where: Place
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on one line of standard output."""
-    print(json.dumps(value, default=str), flush=True)
+    """One JSON document on one line of standard output; null for a number that is not finite, which JSON does
+    not have."""
+    print(json.dumps(_finite(value), default=str, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+    return value
 
 
 def is_terminal() -> bool:
