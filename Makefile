@@ -59,8 +59,9 @@ proto: install ## generate src/headrace/rpc/*_pb2* from the .proto files
 bench: install ## the figures of benchmarks/ (BENCH="wire bus ..." chooses)
 	@for name in $(BENCH); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-docs: install ## generated pages: docs/asyncapi.json
+docs: install ## generated pages: docs/asyncapi.json, docs/settings.md
 	$(BIN)/python -m headrace.wire.asyncapi > docs/asyncapi.json
+	$(BIN)/python -m headrace.cli.settings_page > docs/settings.md
 
 clean: ## build and test leftovers; keeps .venv, runs and the local broker
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -71,8 +71,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: AtLeastOne = 1000
     """Of each of the two addresses."""
     head_ms_max: AtLeastOne = 10_000
-    """For the head of an HTTP request, and between two requests of a connection."""
+    """For the TLS handshake and the head of an HTTP request, and between two requests of a connection."""
     body_ms_max: AtLeastOne = 10_000
+    """For all of an HTTP body."""
     recent_events_max: AtLeastOne = 200_000
     """Ids remembered against resends, about 200 bytes each."""
     resend_ms: AtLeastOne = 600_000
@@ -94,6 +95,7 @@ class EditorsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Packages whose files are opened for measuring only."""
     function_tokens_min: AtLeastOne = 30
     function_tokens_max: AtLeastOne = 110
+    """Functions of so many tokens are opened; longer prompts cost more to answer."""
     kinds: dict[HoleKind, float] = msgspec.field(
         default_factory=lambda: {
             "operator": 4.0,

@@ -33,11 +33,13 @@ TIMER_MS = 60_000
 
 class UsersConfig(msgspec.Struct, frozen=True, kw_only=True):
     window_ms: AtLeastOne = 600_000
+    """In which a user's suggestions are counted; the windows follow each other."""
     units_max: AtLeastOne = 600
     """Suggestions of one user that are trained in a window."""
     accepts_max: AtLeastOne = 10
     """Of the suggestions made for one user within one second."""
     flag_ms: AtLeastOne = 3_600_000
+    """All that a user with too many accepts gives for so long is quarantined."""
     users_max: AtLeastOne = 1_000_000
     """Remembered in one partition; who was heard of longest ago is forgotten first."""
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from headrace.cli import settings as tree
+from headrace.cli import settings_page
 from headrace.config import RunConfig, dotted_fields
 from headrace.errors import ConfigError
 
@@ -125,3 +126,10 @@ def test_defaults_are_one_tree() -> None:
 def test_the_examples_load(path: Path) -> None:
     """Each file in `configs/` changes something and has no unknown key."""
     assert tree.load(None, files=[path], environment={}) != tree.Settings()
+
+
+def test_page_is_current() -> None:
+    """docs/settings.md is the output of `python -m headrace.cli.settings_page`, and has every setting."""
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    assert page == settings_page.render()
+    assert page.count("\n| `") == len(dotted_fields(tree.Settings))
