@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace import log
 from headrace.clock import Clock, SystemClock
@@ -84,7 +84,8 @@ async def run(
         await asyncio.gather(*typing)
     finally:
         await _cancelled([*typing, *office.later])
-    office.raise_failed()
+    if office.failed is not None:
+        raise office.failed
     return office.counts
 
 
@@ -149,54 +150,41 @@ def feedback(
     )
 
 
+@dataclass
 class _Office:
     """All users of one call."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        publish: Publish,
-        run: RunConfig,
-        config: EditorsConfig,
-        stop: asyncio.Event,
-        codec: TokenCodec,
-        session: str,
-        pseudonym: Pseudonym,
-        clock: Clock,
-    ) -> None:
-        self._generator = generator
-        self._publish = publish
-        self._run = run
-        self._config = config
-        self._stop = stop
-        self._codec = codec
-        self._session = session
-        self._pseudonym = pseudonym
-        self._clock = clock
-        self._room = asyncio.Semaphore(config.later_max)
-        self._failed: BaseException | None = None
-        self.later: set[asyncio.Task[None]] = set()
-        self.counts = Counts()
+    generator: Generator
+    publish: Publish
+    run: RunConfig
+    config: EditorsConfig
+    stop: asyncio.Event
+    codec: TokenCodec
+    session: str
+    pseudonym: Pseudonym
+    clock: Clock
+    later: set[asyncio.Task[None]] = field(default_factory=set)
+    counts: Counts = field(default_factory=Counts)
+    failed: BaseException | None = None
 
-    def raise_failed(self) -> None:
-        if self._failed is not None:
-            raise self._failed
+    def __post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.config.later_max)
 
     async def types(self, person: Person, opened: Sequence[OpenFunction]) -> None:
-        draw = random.Random(f"editor {self._run.seed} {person.number}")
-        places = open_files.cursors(opened, self._config.kinds, draw)
+        draw = random.Random(f"editor {self.run.seed} {person.number}")
+        places = open_files.cursors(opened, self.config.kinds, draw)
         number = 0
-        await self._rest(draw.uniform(0, self._config.pause_ms))
+        await self._rest(draw.uniform(0, self.config.pause_ms))
         while self._open():
             self.counts.asked += 1
-            name = f"{self._run.name}-{self._session}-{person.number}"
+            name = f"{self.run.name}-{self.session}-{person.number}"
             await self._at(person, next(places), f"{name}-{number}", f"{name}-{number + 1}", draw)
             number += 1
-            await self._rest(self._config.pause_ms * draw.uniform(0.5, 1.5))
+            await self._rest(self.config.pause_ms * draw.uniform(0.5, 1.5))
 
     def _open(self) -> bool:
-        left = not self._config.suggestions_max or self.counts.asked < self._config.suggestions_max
-        return left and not self._stop.is_set() and self._failed is None
+        left = not self.config.suggestions_max or self.counts.asked < self.config.suggestions_max
+        return left and not self.stop.is_set() and self.failed is None
 
     async def _at(
         self, person: Person, cursor: Cursor, suggestion_id: str, next_id: str, draw: random.Random
@@ -204,19 +192,19 @@ class _Office:
         """One question, and what the person does with the answer."""
         seed = draw.getrandbits(64)
         reacting = random.Random(draw.getrandbits(64))
-        user = self._pseudonym(f"user-{person.number}")
+        user = self.pseudonym(f"user-{person.number}")
         completion = await self._ask(cursor, suggestion_id, user, seed)
         if completion is None:
             return
-        told = dialogue.parse_suggestion(self._codec, list(completion.tokens))
+        told = dialogue.parse_suggestion(self.codec, list(completion.tokens))
         if not isinstance(told, Call):
             self.counts.silent += isinstance(told, Silent)
             self.counts.malformed += not isinstance(told, Silent)
             return
         self.counts.shown += 1
-        shown_ms = self._clock.now_ms() + person.clock_ms
+        shown_ms = self.clock.now_ms() + person.clock_ms
         at_ms = 0
-        happenings = react(self._config.habits, person, told.fill, cursor.wanted, reacting)
+        happenings = react(self.config.habits, person, told.fill, cursor.wanted, reacting)
         for number, happening in enumerate(happenings):
             event = feedback(
                 happening,
@@ -225,7 +213,7 @@ class _Office:
                 next_id=next_id,
                 person=person,
                 user=user,
-                run=self._run.name,
+                run=self.run.name,
                 shown_ms=shown_ms,
             )
             if happening.kind in AFTERWARDS:
@@ -235,20 +223,20 @@ class _Office:
                 return
             at_ms = happening.after_ms
             self.counts.accepted += happening.kind == "accepted"
-            await self._publish([event])
+            await self.publish([event])
 
     async def _ask(self, cursor: Cursor, suggestion_id: str, user: str, seed: int) -> Completion | None:
         question = request(
             cursor,
-            self._config,
-            self._codec,
-            run=self._run.name,
+            self.config,
+            self.codec,
+            run=self.run.name,
             suggestion_id=suggestion_id,
             user=user,
             seed=seed,
         )
         try:
-            return (await self._generator.generate(question, timeout_s=self._config.wait_ms_max / 1000))[0]
+            return (await self.generator.generate(question, timeout_s=self.config.wait_ms_max / 1000))[0]
         except InferenceError as error:
             self.counts.unanswered += 1
             log.event(_logger, "unanswered", suggestion=suggestion_id, error=str(error))
@@ -264,17 +252,17 @@ class _Office:
     async def _report_later(self, event: Feedback, after_ms: int) -> None:
         try:
             if await self._rest(after_ms):
-                await self._publish([event])
+                await self.publish([event])
         except Exception as error:  # raised by `run`, which owns this task
-            self._failed = error
-            self._stop.set()
+            self.failed = error
+            self.stop.set()
         finally:
             self._room.release()
 
     async def _rest(self, human_ms: float) -> bool:
         """Sleeps, but not beyond the stop; whether the time has passed."""
         try:
-            await asyncio.wait_for(self._stop.wait(), human_ms / 1000 / self._config.pace)
+            await asyncio.wait_for(self.stop.wait(), human_ms / 1000 / self.config.pace)
         except TimeoutError:
             return True
         return False

@@ -26,12 +26,10 @@ from headrace.rpc.feedback import utf16_length
 from headrace.rpc.generation import Completion, Generation
 from headrace.wire.codec import encode
 from headrace.wire.packed import pack_f32, pack_u32
-from headrace.wire.records import RolloutStep
+from headrace.wire.records import SILENT, RolloutStep
 from headrace.wire.topics import ROLLOUT_STEPS
 
 SILENT_TOKEN = "<|silent|>"
-SILENT = "silent"
-"""Finish of a step whose model chose to show nothing."""
 RETRY_S = 0.2
 REPORT_S = 10.0
 _logger = logging.getLogger(__name__)

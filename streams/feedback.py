@@ -32,6 +32,7 @@ from headrace.streams.processor import Event, Output, Result
 from headrace.streams.suggestion import Signals, check
 from headrace.streams.waiting import Held, Waiting
 from headrace.wire.records import (
+    SILENT,
     VERSION_MAX,
     Exposure,
     Feedback,
@@ -52,8 +53,6 @@ from headrace.wire.topics import (
 
 __all__ = ["FeedbackConfig", "FeedbackJoin"]
 
-SILENT = "silent"
-"""Finish of a step that shows nothing, because the model chose so."""
 TIMER_MS = 250
 """Timers are rounded up to this: many suggestions share one, which then costs little for each."""
 FOREIGN = "user: expected whom the suggestion was made for, got another"

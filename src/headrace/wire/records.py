@@ -15,6 +15,8 @@ from typing import ClassVar, Literal
 import msgspec
 
 Source = Literal["sim", "live"]
+SILENT = "silent"
+"""Finish of a live step whose model chose to show nothing."""
 
 GROUP_SIZE_MAX = 1 << 16
 """Members of a group; the field's groups have 8 to 128."""
