@@ -39,7 +39,7 @@ class Revocations:
     async def _read(self) -> None:
         ends = await self._bus.ends([WEIGHTS.name])
         if any(tp not in self._read_to for tp in ends):
-            self._read_to |= await self._bus.begins([WEIGHTS.name])
+            self._read_to = await self._bus.begins([WEIGHTS.name]) | self._read_to
         for tp, end in ends.items():
             async for delivery in self._bus.read_range(tp, self._read_to[tp], end):
                 try:

@@ -117,5 +117,5 @@ class EditorsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For a suggestion; then the editor shows nothing."""
     later_max: AtLeastOne = 512
     """Events that wait for their time (undone, persisted), of all users together."""
-    regions: tuple[str, ...] = ("local",)
+    regions: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("local",)
     habits: Habits = Habits()

@@ -65,8 +65,13 @@ def cursors(
     opened: Sequence[OpenFunction], kinds: Mapping[source.HoleKind, float], draw: random.Random
 ) -> Iterator[Cursor]:
     """Endless: a user opens a function somewhere and types it from top to bottom, asking at some places.
-    `kinds`: how often each kind of place is asked at, in proportion, where a function has it."""
+    `kinds`: how often each kind of place is asked at, in proportion, where a function has it. Raises
+    ConfigError when none has any."""
     wanted = sorted(kind for kind, share in kinds.items() if share > 0)
+    if not any(hole.kind in wanted for function in opened for hole in function.holes):
+        raise ConfigError(
+            f"editors.kinds: expected a kind of place that the open functions have, got {wanted}"
+        )
     while True:
         function = opened[draw.randrange(len(opened))]
         kind_here = [kind for kind in wanted if any(hole.kind == kind for hole in function.holes)]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headrace.config import RunConfig
-from headrace.errors import InferenceUnavailable
+from headrace.errors import ConfigError, InferenceUnavailable
 from headrace.policy.checkpoint import load_seed
 from headrace.policy.dialogue import suggestion_tokens
 from headrace.producers import editors, open_files
@@ -167,6 +167,14 @@ def test_some_clocks_are_wrong_by_days() -> None:
     assert crowd == people(Habits(), 40, ("eu", "us"), 3)
     assert any(abs(person.clock_ms) > 86_400_000 for person in crowd)
     assert {person.region for person in crowd} == {"eu", "us"}
+
+
+def test_places_that_no_function_has() -> None:
+    """Looking for one would never end: it is a fault of the settings."""
+    opened = open_files.functions(("humanize",), CODEC, tokens_min=30, tokens_max=110)
+    for kinds in ({}, {"operator": 0.0}):
+        with pytest.raises(ConfigError, match="expected a kind of place"):
+            next(open_files.cursors(opened, kinds, random.Random(0)))  # type: ignore[arg-type]
 
 
 def test_a_cursor_cuts_out_what_is_wanted() -> None:

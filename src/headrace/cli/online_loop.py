@@ -180,7 +180,7 @@ class OnlineLoop(Loop):
         alone_s = self._where.settings.demo.alone_s
         self._screen.phase(f"{alone_s:g} s without rollouts, for the latency of suggestions")
         workers = [name for name in self._crew.children if name.startswith("rollouts-")]
-        await self._crew.stop("prompts", "watch", *workers)
+        await self._crew.stop("prompts", *workers)
         began = _now_ms()
         if not await self._passed(WARM_S + alone_s):
             return False
