@@ -44,7 +44,7 @@ from headrace.trainer.config import TrainerConfig
 from headrace.trainer.learner import learn
 from headrace.trainer.state import fresh, published
 from headrace.wire.packed import pack_f32, pack_u32
-from headrace.wire.records import Feedback, Rollout, RolloutStep
+from headrace.wire.records import Rollout, RolloutStep
 
 FLICKER_MS = 100
 PAIRS = ((0.75, -0.25), (0.85, -0.15), (0.65, -0.35))
@@ -70,8 +70,10 @@ START_PLACES = 1024
 def judge(rewards: Rewards) -> measure.Judge:
     """The feedback join's rules, with every event in time."""
 
-    def of(events: Sequence[Feedback], text_length: int) -> tuple[float, float | None]:
-        outcome = outcome_of(events, text_length, rewards=rewards, flicker_ms=FLICKER_MS)
+    def of(answer: Answer) -> tuple[float, float | None]:
+        if answer.silent:
+            return 0.0, rewards.silent
+        outcome = outcome_of(answer.events, answer.text_length, rewards=rewards, flicker_ms=FLICKER_MS)
         return outcome.share, outcome.reward
 
     return of
@@ -162,8 +164,8 @@ async def practice(world: World, judged: measure.Judge, steps: int, batch: int, 
             await replica.install(ServedWeights(version=step, root=f"step {step}", tensors=weights))
             trials = measure.trials(world.train, EDITORS, count=batch, seed=1000 + step, name=f"step-{step}")
             answers = await measure.ask(replica, trials, EDITORS, world.codec, run="benchmark")
-            told = [(answer, measure.result(answer, judged)) for answer in answers]
-            kept = [(answer, found.reward) for answer, found in told if found.shown or found.silent]
+            told = [(answer, judged(answer)[1]) for answer in answers]
+            kept = [(answer, reward) for answer, reward in told if reward is not None]
             rewards = [reward for _, reward in kept]
             against = sum(rewards) / len(rewards) if mean is None else mean
             units = [
@@ -174,7 +176,7 @@ async def practice(world: World, judged: measure.Judge, steps: int, batch: int, 
                 replace(state, step=step), units, model=world.model, config=TRAINER, cancelled=lambda: False
             )
             state = learned.state
-            shown = sum(found.shown for _, found in told) / batch
+            shown = sum(answer.text is not None for answer in answers) / batch
             print(
                 f"{name}: step {step + 1}/{steps} shown {shown:.2f} reward {sum(rewards) / batch:+.3f}",
                 flush=True,
@@ -229,6 +231,8 @@ class Outcome:
     threshold: Interval
     kinds: list[tuple[str, int, float, float]]
     """Kind of place, trials, mean chance of an accept, mean share in which something is shown."""
+    neither: tuple[float, float]
+    """Of requests before and after: neither silent nor shown, mostly answers without text."""
     threshold_of_kinds: Interval
     """Where each place stands for its kind's mean chance: what a policy can know before it has written."""
 
@@ -268,8 +272,13 @@ async def outcome(world: World, rewards: Rewards, steps: int, batch: int, trials
         figures.bins(accept, show, EDGES),
         figures.threshold(accept, show),
         kinds,
+        (_neither(results[0]), _neither(results[1])),
         figures.threshold([of_kind[trial.cursor.kind] for trial in held], show),
     )
+
+
+def _neither(results: Sequence[Result]) -> float:
+    return sum(not (found.shown or found.silent) for found in results) / len(results)
 
 
 def work(pair: tuple[float, float], start: Path, sizes: tuple[int, int, int]) -> Outcome:
@@ -285,7 +294,7 @@ def told(done: Outcome, steps: int, batch: int, trials: int) -> str:
     return (
         f"## Rewards {done.name}\n\n{steps} steps of {batch} suggestions, "
         f"{done.minutes:.1f} minutes of practice; {trials} held-out trials.\n\n"
-        + table(["", "before", "after"], rows_of(done.found))
+        + table(["", "before", "after"], [*rows_of(done.found), ["neither shown nor silent", *done.neither]])
         + f"\nFewer suggestions: {done.found.fewer}; accept rate higher by: {done.found.higher}; "
         f"reward per request: {done.found.reward}.\n\n"
         + table(["chance of an accept", "trials", "its mean", "shown"], rows)

@@ -22,7 +22,7 @@ from headrace.rpc.feedback import utf16_length
 from headrace.rpc.generation import Completion, Generator
 from headrace.wire.records import Feedback
 
-Judge = Callable[[Sequence[Feedback], int], tuple[float, float | None]]
+Judge = Callable[["Answer"], tuple[float, float | None]]
 """From the events of one suggestion and its length in UTF-16 units to the share of it that was accepted and
 still stood, and the reward; None: no judgement."""
 
@@ -49,10 +49,15 @@ class Answer:
     text: str | None
     events: list[Feedback]
 
+    @property
+    def text_length(self) -> int:
+        """UTF-16 code units."""
+        return utf16_length(self.text or "")
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`shown`: somebody had the time to look at it. Not shown: accepted and reward are 0."""
+    """`shown`: somebody had the time to look at it. `reward`: 0 too where there is none."""
 
     kind: HoleKind
     shown: bool
@@ -106,13 +111,9 @@ async def ask(
 
 def result(answer: Answer, judge: Judge) -> Result:
     """What the answer was worth."""
-    kind = answer.trial.cursor.kind
-    if answer.text is None:
-        return Result(kind, False, answer.silent, 0.0, 0.0)
-    accepted, reward = judge(answer.events, utf16_length(answer.text))
-    if reward is None:
-        return Result(kind, False, False, 0.0, 0.0)
-    return Result(kind, True, False, accepted, reward)
+    accepted, reward = judge(answer)
+    shown = answer.text is not None and reward is not None
+    return Result(answer.trial.cursor.kind, shown, answer.silent, accepted, reward or 0.0)
 
 
 def _answer(

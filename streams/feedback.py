@@ -6,10 +6,10 @@ I/O (see `streams.processor`).
 A suggestion is made by inference (its live step on `rollout.steps`), and its window begins at the broker time
 of that step. It closes once, whatever the order in which the two topics are read:
 
-    judged      shown, and accepted, rejected, undone or ignored; or silent by choice: a `Judgement`
-    not judged  never shown (known at once of an answer that is no text), superseded before it could be
-                read, or the rest of another suggestion: `GroupFailed` with that reason, so that the unit
-                is accounted, and is never trained
+    judged      shown, and accepted, rejected, undone or ignored; at once when it is silent by choice, or
+                no text that could be shown: a `Judgement`
+    not judged  never shown, superseded before it could be read, or the rest of another suggestion:
+                `GroupFailed` with that reason, so that the unit is accounted, and is never trained
     orphan      an event whose suggestion is not made within `orphan_ms` after it: to `dead.letters`
 
 A suggestion that is *typed through* is one unit: when the first event of an id names another in `continues`,
@@ -162,7 +162,7 @@ class FeedbackJoin:
         if step.finish == SILENT:
             return self._judged(key, made, at_ms, silent=True, counts=late)
         if not step.text_length:
-            return self._dropped(key, made, "never_shown", at_ms, "no_text", late)
+            return self._judged(key, made, at_ms, counts=late)
         early = [waiting for waiting in held.events if waiting.at_ms < at_ms]
         if early:
             made.early = Held(early, held.bytes)
@@ -299,15 +299,13 @@ class FeedbackJoin:
         timer_ms = _rounded(state.first_ms + self._config.window_ms + 1)
         return Result(state, dropped.outputs[:1], timer_ms, dropped.counts)
 
-    def _dropped(
-        self, key: str, state: Open, reason: str, at_ms: int, count: str, counts: tuple[str, ...] = ()
-    ) -> Result:
+    def _dropped(self, key: str, state: Open, reason: str, at_ms: int, count: str) -> Result:
         failed = GroupFailed(run=state.run, group_id=key, attempt=state.attempt, reason=reason)
         outputs = (
             Output(ROLLOUT_STEPS.name, key, failed, f"{key}/failed"),
             Output(EXPOSURES.name, key, _exposure(key, state, at_ms), f"{key}/exposure"),
         )
-        return self._closed(at_ms, outputs, (*counts, f"closed.{count}"))
+        return self._closed(at_ms, outputs, (f"closed.{count}",))
 
     @property
     def _orphan_reason(self) -> str:

@@ -44,7 +44,7 @@ SCENARIOS = [
     Scenario(
         "an answer that is no text, whatever is said of it",
         lambda s: [suggestion(s, text_length=0), said(s, "shown"), said(s, "accepted")],
-        NEVER_SHOWN,
+        Became(-0.25, exposed=(False, 0.0, -0.25)),
     ),
     Scenario("ended without having been shown", lambda s: [suggestion(s), said(s, "ignored")], NEVER_SHOWN),
     Scenario("shown, and no signal", lambda s: [suggestion(s), said(s, "shown")], IGNORED),

@@ -92,11 +92,12 @@ def test_ids_are_deterministic() -> None:
 
 
 def test_an_answer_without_text_is_exposed_at_once() -> None:
-    """A model that answers only garbage must be seen as soon as one that is silent, not a window later."""
+    """A model that answers only garbage must be seen as soon as one that is silent, not a window later, and
+    learns from it."""
     pipeline = Pipeline(CONFIG)
     pipeline.send(suggestion("s", text_length=0), at_ms=100)
     (exposure,) = pipeline.records(EXPOSURES.name)
-    assert (exposure.silent, exposure.shown, exposure.reward) == (False, False, 0.0)
+    assert (exposure.silent, exposure.shown, exposure.reward) == (False, False, -0.25)
     assert (exposure.opened_ms, exposure.closed_ms, pipeline.join.open) == (100, 100, 0)
     assert pipeline.join.counts["closed.no_text"] == 1
 

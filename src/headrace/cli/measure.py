@@ -24,7 +24,6 @@ from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.producers.measure import Answer, Judge, Trial
-    from headrace.wire.records import Feedback
 
 TRIALS = 2000
 SAMPLES = 8
@@ -144,8 +143,12 @@ def judge_of(where: Place) -> "Judge":
 
     join = where.settings.feedback_join.join
 
-    def judged(events: "Sequence[Feedback]", text_length: int) -> tuple[float, float | None]:
-        outcome = outcome_of(events, text_length, rewards=join.rewards, flicker_ms=join.flicker_ms)
+    def judged(answer: "Answer") -> tuple[float, float | None]:
+        if answer.silent:
+            return 0.0, join.rewards.silent
+        outcome = outcome_of(
+            answer.events, answer.text_length, rewards=join.rewards, flicker_ms=join.flicker_ms
+        )
         return outcome.share, outcome.reward
 
     return judged
