@@ -1,4 +1,4 @@
-"""The trainer's input: the next closed groups of its run, in the order read.
+"""The trainer's input: the next closed groups of its run, the oldest of what there is first.
 
 A step takes `groups_per_step` simulated groups that were never read before, and up to `live_per_step` live
 units; duplicates ride along, groups of other runs on the same log are passed over. Waiting is measured, and
@@ -74,8 +74,9 @@ class Batches:
         self._run = run
         self._alarm_s = alarm_ms / 1000
         self._positions = positions
-        self._simulated = _Lane(readers[EXPERIENCE.name], run.groups_per_step)
-        self._live = _Lane(readers[EXPERIENCE_LIVE.name], run.live_per_step)
+        ahead = run.lag_versions_max + 2  # steps' worth: what the feed may have out, and a step
+        self._simulated = _Lane(readers[EXPERIENCE.name], run.groups_per_step, ahead)
+        self._live = _Lane(readers[EXPERIENCE_LIVE.name], run.live_per_step, ahead)
 
     async def next(self, seen: Container[str], version: int, stop: asyncio.Event) -> Batch | None:
         """The next batch for a step from `version`, or None when `stop` is set before. Raises OffsetGone,
@@ -141,9 +142,10 @@ class Batches:
         while not lane.ahead:
             if stop.is_set():
                 return False
-            lane.ahead.extend(
-                await lane.reader.read(records_max=2 * lane.units, wait_ms=WAIT_MS if wait else LOOK_MS)
+            deliveries = await lane.reader.read(
+                records_max=lane.steps_ahead * lane.units, wait_ms=WAIT_MS if wait else LOOK_MS
             )
+            lane.ahead.extend(_oldest_first(deliveries))
             now_s = time.monotonic()
             if not lane.ahead and not wait:
                 return False
@@ -168,8 +170,20 @@ class _Lane:
 
     reader: Reader
     units: int
+    steps_ahead: int
     ahead: deque[Delivery] = field(default_factory=deque)
     """Read and not yet taken; at most one read's worth."""
+
+
+def _oldest_first(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """All partitions merged by broker time: a read fills up with one of them first, and groups of the others
+    would grow too old meanwhile. Within a partition the order stays, whatever the broker's clock did."""
+    reached_ms: dict[TopicPartition, int] = {}
+    timed = []
+    for delivery in deliveries:
+        at_ms = reached_ms[delivery.tp] = max(delivery.timestamp_ms, reached_ms.get(delivery.tp, 0))
+        timed.append((at_ms, delivery))
+    return [delivery for _, delivery in sorted(timed, key=lambda pair: pair[0])]
 
 
 def _oldest(experience: Experience) -> int:

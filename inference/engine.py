@@ -69,7 +69,9 @@ class Engine:
                 f"{self._config.replica}: expected {wanted} to serve, got {has or 'none yet'}"
             )
         ticket = Ticket.of(request, budgets, sink, None if request.version is None else choice.weights)
-        self._scheduler.offer(request.lane, list(ticket.sequences), f"request {request.group_id}")
+        begun = any(item.own_tokens for item in request.sequences)
+        place = f"request {request.group_id}"
+        self._scheduler.offer(request.lane, list(ticket.sequences), place, begun=begun)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:

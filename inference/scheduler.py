@@ -33,19 +33,22 @@ class Scheduler(Generic[_T]):
         self._free = list(range(slots - 1, -1, -1))
         self._lane_of: dict[int, Lane] = {}
         self._waiting: dict[Lane, deque[_T]] = {"live": deque(), "rollout": deque()}
+        self._begun: deque[_T] = deque()
+        """Rollouts that wait for a later turn."""
         self._changed = threading.Condition()
         self._woken = False
 
-    def offer(self, lane: Lane, items: list[_T], place: str) -> None:
-        """Queues all of `items`, or none. Raises Overloaded when they don't fit beside those that wait."""
+    def offer(self, lane: Lane, items: list[_T], place: str, *, begun: bool = False) -> None:
+        """Queues all of `items`, or none; rollouts that have `begun` before those that have not: what they
+        wrote grows old. Raises Overloaded when they don't fit beside those that wait."""
         with self._changed:
-            waiting = self._waiting[lane]
-            if len(waiting) + len(items) > self._queue_max:
+            waiting = self.queued(lane)
+            if waiting + len(items) > self._queue_max:
                 raise Overloaded(
-                    f"{place}: expected room for {len(items)} in the {lane} queue, got {len(waiting)} of "
+                    f"{place}: expected room for {len(items)} in the {lane} queue, got {waiting} of "
                     f"{self._queue_max} waiting"
                 )
-            waiting.extend(items)
+            (self._begun if begun and lane == "rollout" else self._waiting[lane]).extend(items)
             self._woken = True
             self._changed.notify()
 
@@ -62,14 +65,14 @@ class Scheduler(Generic[_T]):
             if self._waiting["live"]:
                 return "live", self._waiting["live"][0]
             allowed = min(self._rollout_slots_max, self.rollouts_max)
-            if self._waiting["rollout"] and self._rollout_slots < allowed:
-                return "rollout", self._waiting["rollout"][0]
+            if self.queued("rollout") and self._rollout_slots < allowed:
+                return "rollout", self._next("rollout")[0]
             return None
 
     def take(self, lane: Lane) -> int:
         """The slot for the head of `lane`, which `peek` has named; it leaves the queue."""
         with self._changed:
-            self._waiting[lane].popleft()
+            self._next(lane).popleft()
             slot = self._free.pop()
             self._lane_of[slot] = lane
             self._rollout_slots += lane == "rollout"
@@ -91,6 +94,8 @@ class Scheduler(Generic[_T]):
             for lane, waiting in self._waiting.items():
                 gone += [item for item in waiting if id(item) in wanted]
                 self._waiting[lane] = deque(item for item in waiting if id(item) not in wanted)
+            gone += [item for item in self._begun if id(item) in wanted]
+            self._begun = deque(item for item in self._begun if id(item) not in wanted)
         return gone
 
     def wake(self) -> None:
@@ -121,4 +126,8 @@ class Scheduler(Generic[_T]):
         return len(self._lane_of)
 
     def queued(self, lane: Lane) -> int:
-        return len(self._waiting[lane])
+        return len(self._waiting[lane]) + (len(self._begun) if lane == "rollout" else 0)
+
+    def _next(self, lane: Lane) -> deque[_T]:
+        """The queue whose head is the lane's next."""
+        return self._begun if lane == "rollout" and self._begun else self._waiting[lane]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from headrace.bus.protocol import Message
 from headrace.cli import main
-from headrace.cli.accounts import TRAINABLE, Answer, LedgerSide, Origin, TopicsSide, compare
+from headrace.cli.account import Account
+from headrace.cli.accounts import TRAINABLE, Answer, Comparison, LedgerSide, Origin, TopicsSide, compare
 from headrace.cli.accounts_verdict import verdict
 from headrace.cli.lengths import fisher_greater, length_test
 from headrace.wire import records as r
@@ -423,3 +424,16 @@ def test_long_rollouts_lost() -> None:
     assert few is not None and not few.biased
     assert length_test([(8, True)] * 5) is None
     assert length_test([(0, True)] * 5) is None
+
+
+def test_each_source_has_its_own_lengths() -> None:
+    """Suggestions of one token that are never lost say nothing about tasks, of which every third is, whatever
+    its length."""
+    side = LedgerSide()
+    for number in range(60):
+        for source, tokens, lost in (("live", 1, False), ("sim", 9 + number % 2, number % 3 == 0)):
+            origin = Origin(source=source, env="e", region="r", tokens=tokens)
+            side.answers[f"{source}-{number}"] = Answer("stale" if lost else "trained", origin, "")
+    tests = Account("r", side, TopicsSide(), Comparison()).lengths
+    assert list(tests) == ["sim, at the trainer"]
+    assert not tests["sim, at the trainer"].biased

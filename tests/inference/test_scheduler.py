@@ -40,6 +40,19 @@ def test_live_goes_before_older_rollouts() -> None:
     assert drain(queue) == ["l1", "l2", "r1", "r2"]
 
 
+def test_later_turns_go_before_first_ones() -> None:
+    """A rollout that has begun goes before all that have not, in its own order, counts in the queue's bound,
+    and can be taken out."""
+    queue = scheduler(slots=9, queue_max=6)
+    queue.offer("rollout", ["r1", "r2"], "t")
+    queue.offer("rollout", ["a1", "a2", "a3"], "t", begun=True)
+    assert queue.queued("rollout") == 5
+    with pytest.raises(Overloaded, match="got 5 of 6 waiting"):
+        queue.offer("rollout", ["r3", "r4"], "t")
+    assert queue.remove(["a2"]) == ["a2"]
+    assert drain(queue) == ["a1", "a3", "r1", "r2"]
+
+
 def test_few_rollouts_beside_live() -> None:
     """While a live sequence holds a slot rollouts get their few; a while after it is gone, all of theirs."""
     queue = scheduler(slots=6, beside=2, queue_max=9)

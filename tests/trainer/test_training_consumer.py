@@ -76,6 +76,21 @@ def test_stale_groups_at_the_head_and_restarts_among_them(place: Place) -> None:
     asyncio.run(scenario())
 
 
+def test_the_oldest_groups_first_whatever_their_partition(place: Place) -> None:
+    """A backlog in four partitions, written in turns: steps of two take it in the order of its writing, not
+    partition by partition."""
+
+    async def scenario() -> None:
+        async with place.opened() as bus:
+            for number, group in enumerate(place.groups(8)):
+                await bus.produce(messages([group], partition=3 - number % 4))
+                await asyncio.sleep(0.002)  # the log stamps in milliseconds
+            steps = await place.train(bus, place.until(4))
+            assert [u.group_id for step in steps for u in step.consumed] == place.units(8)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
 def test_a_corrupt_checkpoint_is_refused_and_the_one_before_used(
     place: Place, damage: bytes, caplog: pytest.LogCaptureFixture

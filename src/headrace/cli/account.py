@@ -22,6 +22,7 @@ from headrace.cli.accounts import (
     TRAINABLE,
     TRAINED,
     UNKNOWN,
+    Answer,
     Comparison,
     LedgerSide,
     Origin,
@@ -45,10 +46,10 @@ code 1 when the two sides differ in any unit (the first ten are listed, with --a
 
 `lost` are failed, incomplete, malformed, stale and over_long: reasons that say nothing about how good the
 rollouts were; `set aside` are the others (zero_advantage, quarantined, empty, and suggestions that nobody
-judged: never_shown, superseded, continued). Long rollouts (above the median length) are tested against the
-others with Fisher's exact test, one-sided, twice: lost on their way (failed, incomplete, malformed) of all;
-lost at the trainer (stale, over_long) of those not set aside. p < 0.01 is a warning. A group that closed with
-nothing has no known length and is left out."""
+judged: never_shown, superseded, continued). Of each source, long rollouts (above the median length) are
+tested against the others with Fisher's exact test, one-sided, twice: lost on their way (failed, incomplete,
+malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p < 0.01 is a warning. A group
+that closed with nothing has no known length and is left out."""
 
 SNAPSHOT_TRIES = 20
 SNAPSHOT_PAUSE_S = 0.05
@@ -82,16 +83,21 @@ class Account:
 
     @property
     def lengths(self) -> dict[str, LengthTest]:
-        """Over the units that the ledger answered, where anything was lost. A group that is set aside was not
-        asked whether it is stale, so it is no witness there."""
-        answers = self.ledger.answers.values()
-        all_ = [(a.origin.tokens, a.outcome in LOST_ON_THE_WAY) for a in answers]
-        asked = [
-            (a.origin.tokens, a.outcome in LOST_AT_THE_TRAINER)
-            for a in answers
-            if a.outcome == TRAINED or a.outcome in LOST_AT_THE_TRAINER
-        ]
-        tests = {"on the way": length_test(all_), "at the trainer": length_test(asked)}
+        """Over the units that the ledger answered, where anything was lost; each source by itself, for its
+        units have lengths and losses of their own. A group that is set aside was not asked whether it is
+        stale, so it is no witness there."""
+        by_source: dict[str, list[Answer]] = {}
+        for answer in self.ledger.answers.values():
+            by_source.setdefault(answer.origin.source, []).append(answer)
+        tests: dict[str, LengthTest | None] = {}
+        for source, answers in sorted(by_source.items()):
+            of = f"{source}, " if len(by_source) > 1 else ""
+            asked = [a for a in answers if a.outcome == TRAINED or a.outcome in LOST_AT_THE_TRAINER]
+            for where, asks, lost in (
+                ("on the way", answers, LOST_ON_THE_WAY),
+                ("at the trainer", asked, LOST_AT_THE_TRAINER),
+            ):
+                tests[of + where] = length_test((a.origin.tokens, a.outcome in lost) for a in asks)
         return {name: test for name, test in tests.items() if test is not None and test.lost}
 
 
