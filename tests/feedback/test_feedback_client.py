@@ -46,8 +46,11 @@ class Scripted:
             return answer
         return Reply(accepted=len(events))
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         self.asked.set()
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
