@@ -119,7 +119,9 @@ class Signals(msgspec.Struct, array_like=True, gc=False):
             return Outcome("never_shown", 0.0, None)
         if self.undone:
             return Outcome("undone", 0.0, rewards.rejected)
-        share = 1.0 if self.whole else min(self.accepted_units / text_length, 1.0) if text_length else 0.0
+        share = 0.0  # of nothing there is nothing to accept, whatever an editor says
+        if text_length:
+            share = 1.0 if self.whole else min(self.accepted_units / text_length, 1.0)
         if share > 0:
             reward = rewards.accepted * share * (1.0 - rewards.edited_share * self.difference)
             name: Name = "accepted" if share == 1.0 else "partially_accepted"
