@@ -78,9 +78,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 def fault_of(event: Event) -> str:
     """What is wrong with `event`: the field, what was expected, what came. Empty if nothing is."""
-    if not _is_id(event.event_id):
+    if not is_id(event.event_id):
         return _no_id("event_id", event.event_id)
-    if not _is_id(event.suggestion_id):
+    if not is_id(event.suggestion_id):
         return _no_id("suggestion_id", event.suggestion_id)
     if event.kind not in KINDS:
         return f"kind: expected one of {', '.join(sorted(KINDS))}, got {_shown(event.kind)}"
@@ -91,7 +91,7 @@ def fault_of(event: Event) -> str:
         return f"accepted_length: expected 0 to {LENGTH_MAX} UTF-16 units, got {length}"
     if length is None and event.kind == "partially_accepted":
         return "accepted_length: expected the length so far in UTF-16 units, got none"
-    if event.view_id and not _is_id(event.view_id):
+    if event.view_id and not is_id(event.view_id):
         return _no_id("view_id", event.view_id)
     if event.client and not _CLIENT.fullmatch(event.client):
         return f"client: expected NAME/VERSION of letters, digits and ._+-, got {_shown(event.client)}"
@@ -110,6 +110,12 @@ def check_count(events: int, events_max: int) -> None:
         raise FeedbackError(f"batch: expected at most {events_max} events, got {events}")
 
 
+def is_id(value: str) -> bool:
+    """Of an event, a suggestion or a view: one that a gateway takes."""
+    fits = _ID.fullmatch(value) is not None
+    return fits and (value.isascii() or len(value.encode()) <= ID_BYTES_MAX)
+
+
 def utf16_length(text: str) -> int:
     """Length as editors count it: characters beyond U+FFFF (emoji, some CJK) are two units."""
     return len(text) + sum(character > "\uffff" for character in text)
@@ -118,7 +124,7 @@ def utf16_length(text: str) -> int:
 def _fault_of_rare(event: Event) -> str:
     """Of the fields that most events leave empty."""
     for name, value in (("superseded_by", event.superseded_by), ("continues", event.continues)):
-        if value and not _is_id(value):
+        if value and not is_id(value):
             return _no_id(name, value)
     text_bytes = len(event.text.encode(errors="replace"))
     if text_bytes > TEXT_BYTES_MAX:
@@ -134,11 +140,6 @@ def _fault_of_measures(event: Event) -> str:
     if event.difference is not None and not 0 <= event.difference <= 1:  # NaN is neither
         return f"difference: expected 0 to 1, got {event.difference}"
     return ""
-
-
-def _is_id(value: str) -> bool:
-    fits = _ID.fullmatch(value) is not None
-    return fits and (value.isascii() or len(value.encode()) <= ID_BYTES_MAX)
 
 
 def _no_id(name: str, value: str) -> str:
