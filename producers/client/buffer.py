@@ -12,6 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -138,10 +139,14 @@ class _Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self._db.execute("COMMIT" if error is None else "ROLLBACK")
+            if error is None:
+                self._db.execute("COMMIT")
         except sqlite3.Error as failed:
-            raise FeedbackUnavailable(f"{self._place}: {failed}") from failed
+            error = failed
         finally:
+            if self._db.in_transaction:  # a full disk has ended some by itself
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
             self._lock.release()
         if isinstance(error, sqlite3.Error):
             raise FeedbackUnavailable(f"{self._place}: {error}") from error
