@@ -1,5 +1,5 @@
-"""The editor's client on a bad day: answers that are none, a spoiled, full or shared file, code of a plug-in that
-raises. Nothing stops it, and nothing leaves the file unanswered."""
+"""The editor's client on a bad day: answers that are none, a spoiled, full or shared file, code of a plug-in
+that raises. Nothing stops it, and nothing leaves the file unanswered."""
 
 import asyncio
 import os

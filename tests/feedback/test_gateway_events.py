@@ -47,9 +47,10 @@ def test_acknowledged_is_on_the_topic(tmp_path: Path) -> None:
     on_a_gateway(tmp_path, act)
 
 
-@pytest.mark.parametrize("skew_ms", [-2 * DAY_MS, 2 * DAY_MS])
+@pytest.mark.parametrize("skew_ms", [-8 * DAY_MS, -2 * DAY_MS, 2 * DAY_MS])
 def test_editor_clock_passes_untouched(tmp_path: Path, skew_ms: int) -> None:
-    """An editor whose clock is two days off is taken; its time stays information."""
+    """An editor whose clock is two days off is taken, and an event that waited in it for eight; its time
+    stays information."""
 
     async def act(place: Place) -> None:
         told_ms = 1_790_000_000_000 + skew_ms
