@@ -78,6 +78,16 @@ class TextKeys:
         with self._opened() as db:
             return db.execute("DELETE FROM keys WHERE user = ?", (user,)).rowcount > 0
 
+    def rotations(self) -> list[str]:
+        """Of the secrets under whose pseudonyms there are keys."""
+        with self._opened() as db:
+            return [
+                rotation
+                for (rotation,) in db.execute(
+                    "SELECT DISTINCT substr(user, 1, instr(user, '-') - 1) FROM keys ORDER BY 1"
+                )
+            ]
+
     def _key_of(self, user: str) -> bytes | None:
         with self._opened() as db:
             found = db.execute("SELECT key FROM keys WHERE user = ?", (user,)).fetchone()

@@ -308,6 +308,20 @@ def test_compressed_bombs(tmp_path: Path) -> None:
     on_a_gateway(tmp_path, act)
 
 
+def test_what_is_announced_as_too_large_is_not_waited_for(tmp_path: Path) -> None:
+    """A body that says it has 10 MB is refused before a byte of it came; one in chunks when it has gone over
+    the limit."""
+
+    async def act(place: Place) -> None:
+        answer = await sent(place, HEAD + b"Content-Length: 10000000\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 413")
+        chunk = b"%x\r\n%s\r\n" % (60_000, b"x" * 60_000)
+        answer = await sent(place, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 20)
+        assert answer.startswith(b"HTTP/1.1 413")
+
+    on_a_gateway(tmp_path, act)
+
+
 HIDDEN = json_batch([event(66)])
 HEAD = b"POST /v1/events HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SECOND = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(HIDDEN), HIDDEN)
