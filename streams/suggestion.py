@@ -28,6 +28,7 @@ Name = Literal[
     "rejected",
     "ignored",
     "silent",
+    "no_text",
 ]
 
 
@@ -41,6 +42,9 @@ class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Worth = -0.25
     ignored: Worth = 0.0
     silent: Worth = 0.0
+    no_text: Worth = -0.25
+    """An answer that is neither a suggestion nor silence. Left untrained, it is where a policy flees to from
+    what is rejected."""
     edited_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     """How much of an accept is lost when all of its text is edited away again while it is watched; in
     proportion for a part of the text."""
@@ -115,13 +119,13 @@ class Signals(msgspec.Struct, array_like=True, gc=False):
 
     def outcome(self, text_length: int, rewards: Rewards) -> Outcome:
         """A later accept supersedes a reject; an accept that was undone is one."""
+        if not text_length:
+            return Outcome("no_text", 0.0, rewards.no_text)
         if not self.shown:
             return Outcome("never_shown", 0.0, None)
         if self.undone:
             return Outcome("undone", 0.0, rewards.rejected)
-        share = 0.0  # of nothing there is nothing to accept, whatever an editor says
-        if text_length:
-            share = 1.0 if self.whole else min(self.accepted_units / text_length, 1.0)
+        share = 1.0 if self.whole else min(self.accepted_units / text_length, 1.0)
         if share > 0:
             reward = rewards.accepted * share * (1.0 - rewards.edited_share * self.difference)
             name: Name = "accepted" if share == 1.0 else "partially_accepted"

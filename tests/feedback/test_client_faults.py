@@ -7,7 +7,6 @@ import socket
 import sqlite3
 import stat
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 from gateway_place import Place, event, on_a_gateway
 from test_feedback_client import DEADLINE_S, Scripted, ready
 
-from headrace.errors import ConfigError, FeedbackError, FeedbackUnavailable
+from headrace.errors import FeedbackUnavailable
 from headrace.producers.client import FeedbackClient, client
-from headrace.producers.client.buffer import Buffer
 from headrace.producers.client.transport import transport_to
 from headrace.rpc.feedback import Event, Refusal, Reply
 
@@ -56,30 +54,6 @@ def test_answers_that_are_none(tmp_path: Path, answer: Reply) -> None:
     assert (one.status().sent, one.status().refused, refused) == (2, 0, [])
     one.close()
     assert transport.got == [["e0", "e1"]] * 2
-
-
-def test_a_listener_that_raises_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A plug-in whose own code fails, when it is told of refusals and of drops, keeps its client."""
-
-    def fails(events: Sequence[object]) -> None:
-        raise ZeroDivisionError
-
-    path = tmp_path / "b.db"
-    ready(path, count=2)
-    transport = Scripted(Reply(accepted=1, refused=(refusal(0),)))
-    one = FeedbackClient(NOWHERE, buffer=path, transport=transport, on_refused=fails)
-    assert one.flush(DEADLINE_S)
-    one.publish(suggestion_id="s", kind="shown")
-    assert one.flush(DEADLINE_S)
-    assert (one.status().sent, one.status().refused) == (2, 1)
-    one.close()
-    away = Scripted(*[FeedbackUnavailable("away", retry_after_ms=60_000)] * 100)
-    full = FeedbackClient(NOWHERE, buffer=path, transport=away, events_max=1, on_dropped=fails)
-    for _ in range(3):
-        full.publish(suggestion_id="s", kind="shown")
-    assert full.status().dropped == 2
-    full.close(0.0)
-    assert sum("ZeroDivisionError" in (record.exc_text or "") for record in caplog.records) == 3
 
 
 def test_spoiled_rows_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -185,31 +159,6 @@ def test_the_file_is_its_owners(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.glob("b.db*")] == ["b.db"]
     assert b"secret" not in path.read_bytes()
     assert b"ada@" not in path.read_bytes()
-
-
-@pytest.mark.parametrize("token", ["two words", "a\r\nX-Evil: 1", "ä" * 20, "\x00"])
-@pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_tokens_that_no_header_carries(tmp_path: Path, scheme: str, token: str) -> None:
-    """Such a token is said to be none before anything is sent, and is not shown."""
-    with pytest.raises(ConfigError, match=r"^token: expected printable ASCII") as caught:
-        FeedbackClient(f"{scheme}://localhost:1", buffer=tmp_path / "b.db", token=token)
-    assert token not in str(caught.value)
-
-
-def test_half_a_character(tmp_path: Path) -> None:
-    """Code that an editor cut within an emoji is kept with a mark in its place; an id or a name like that is
-    refused at once."""
-    path = tmp_path / "b.db"
-    one = FeedbackClient(NOWHERE, buffer=path, transport=Scripted(*[FeedbackUnavailable("away")] * 1000))
-    one.publish(suggestion_id="s", kind="shown", text="x = '\ud83d")
-    for wrong in ({"suggestion_id": "\ud83d"}, {"user": "\ud83d"}, {"view_id": "\udc00"}):
-        with pytest.raises(FeedbackError, match=r"(suggestion_id|user|view_id): expected"):
-            one.publish(**{"suggestion_id": "s", "kind": "shown", **wrong})  # type: ignore[arg-type]
-    one.close(0.0)
-    buffer = Buffer(path, events_max=9)
-    [(_, kept)] = buffer.head(events_max=9, bytes_max=1)
-    buffer.close()
-    assert kept.text == "x = '?"
 
 
 def test_close_does_not_wait_for_a_gateway_that_hangs(tmp_path: Path) -> None:

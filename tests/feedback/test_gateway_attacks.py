@@ -383,19 +383,6 @@ def test_requests_piled_up_on_one_connection(tmp_path: Path) -> None:
 # TLS.
 
 
-def test_who_does_not_shake_hands_is_closed(tmp_path: Path) -> None:
-    """A connection that never begins its TLS is closed in the time that a head has."""
-    cert, key = certificate(tmp_path / "server")
-
-    async def act(place: Place) -> None:
-        host, port = place.addresses.http.split(":")
-        reader, writing = await asyncio.open_connection(host, int(port))
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writing.close()
-
-    on_a_gateway(tmp_path, act, tls_cert=str(cert), tls_key=str(key), head_ms_max=300)
-
-
 def test_clients_look_whom_they_talk_to(tmp_path: Path) -> None:
     """Over https and grpcs a client tells nothing to a gateway whose certificate is another's, or is made for
     another name; with the right one it does."""

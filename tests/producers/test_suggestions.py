@@ -265,8 +265,8 @@ def test_a_log_that_hangs_does_not_hold_the_stop() -> None:
 
 
 def test_an_id_that_no_log_takes_stops_nothing() -> None:
-    """An editor that asks under an id of 100 kB is answered, and its suggestion is not written; those beside it
-    are, and the replica goes on."""
+    """Of an editor that asks under an id of 100 kB no suggestion is written; those beside it are, and the
+    replica goes on."""
 
     async def act() -> None:
         async with logging_to() as (suggestions, _, bus):

@@ -249,16 +249,6 @@ SCENARIOS = [
         Became(0.0, exposed=(True, 0.0, 0.0), letters=1),
     ),
     Scenario(
-        "nothing was there to accept",
-        lambda s: [
-            suggestion(s, text_length=0),
-            said(s, "shown"),
-            said(s, "partially_accepted", accepted_length=5),
-            said(s, "accepted", accepted_length=5),
-        ],
-        IGNORED,
-    ),
-    Scenario(
         "made for nobody by name: the first who speaks of it is its user",
         lambda s: [
             suggestion(s, user=""),
