@@ -47,7 +47,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     home: str = "gateway"
     """Directory of its secrets, inside the run directory unless absolute."""
     tokens_file: str = ""
-    """Lines of `NAME TOKEN`. Empty: $HEADRACE_FEEDBACK_TOKENS; if that is empty too nobody is asked for one,
+    """Lines of `NAME TOKEN`, or `NAME TOKEN own` for a name that may speak for itself alone. Empty:
+    $HEADRACE_FEEDBACK_TOKENS; if that is empty too nobody is asked for one,
     on loopback addresses only."""
     secret_file: str = ""
     """`ROTATION SECRET` of the pseudonyms. Empty: $HEADRACE_PSEUDONYM_SECRET, or one made in `home`."""
@@ -66,8 +67,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of one token's name."""
     pending_events_max: AtLeastOne = 20_000
     """Waiting for the log, of all senders together."""
+    pending_bytes_max: AtLeastOne = 64 << 20
+    """Of those events, as they are written: code that users opted in to makes them large."""
     streams_max: AtLeastOne = 256
-    """gRPC calls under way."""
+    """gRPC calls under way; where there are tokens, of one name half of them."""
     connections_max: AtLeastOne = 1000
     """Of each of the two addresses."""
     head_ms_max: AtLeastOne = 10_000

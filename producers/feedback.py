@@ -14,7 +14,6 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +29,7 @@ from headrace.producers.gateway import keys
 from headrace.producers.gateway.door import Door
 from headrace.producers.gateway.intake import Intake
 from headrace.producers.gateway.over_grpc import GrpcHalf
-from headrace.producers.gateway.over_http import HttpHalf
+from headrace.producers.gateway.over_http import HttpHalf, is_loopback
 from headrace.producers.gateway.text_keys import TextKeys
 from headrace.producers.gateway.writer import Writer
 from headrace.wire import pseudonyms
@@ -106,7 +105,7 @@ def pseudonyms_of(config: GatewayConfig) -> pseudonyms.Pseudonyms:
 def check_reach(config: GatewayConfig, *, open_to_all: bool) -> None:
     """Raises ConfigError for a gateway that other machines reach without a token, or in plain text."""
     for name, address in (("grpc", config.grpc), ("http", config.http)):
-        if _is_loopback(address):
+        if is_loopback(address):
             continue
         if open_to_all:
             raise ConfigError(
@@ -117,13 +116,6 @@ def check_reach(config: GatewayConfig, *, open_to_all: bool) -> None:
                 f"gateway.{name}: expected gateway.tls_cert to serve {address}, or gateway.plaintext behind "
                 "a proxy that ends TLS, got neither"
             )
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _tls(config: GatewayConfig) -> tuple[grpc.ServerCredentials | None, ssl.SSLContext | None]:

@@ -22,7 +22,7 @@ from headrace.errors import BusUnavailable, WireError
 from headrace.policy.dialogue import Call, TokenCodec, parse_suggestion
 from headrace.producers.config import SuggestionsConfig
 from headrace.producers.prompts import counter_of
-from headrace.rpc.feedback import utf16_length
+from headrace.rpc.feedback import USER_CHARS_MAX, is_id, utf16_length
 from headrace.rpc.generation import Completion, Generation
 from headrace.wire.codec import encode
 from headrace.wire.packed import pack_f32, pack_u32
@@ -51,6 +51,8 @@ def why_not(answer: Answer, run: str) -> str:
         return "other_run"
     if counter_of(run, request.group_id) is not None:
         return "id_of_a_prompt"  # else an editor could speak for a simulated group
+    if not is_id(request.group_id) or len(request.user) > USER_CHARS_MAX:
+        return "no_id"  # no event could name it, and the log might not take it
     if completion.finish == "cancelled" or not completion.tokens:
         return "cancelled"
     if request.version is not None or request.greedy or request.temperature == 0:

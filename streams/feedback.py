@@ -234,6 +234,7 @@ class FeedbackJoin:
         if len(state.seen) >= HASH_BYTES * self._config.events_max:
             return "abuse"
         state.seen += identity
+        state.user = state.user or record.user
         flicker_ms = self._config.flicker_ms
         state.signals.add(record, at_ms, text_length=state.text_length, flicker_ms=flicker_ms)
         return "heard"
@@ -252,7 +253,8 @@ class FeedbackJoin:
         if len(state.seen) >= HASH_BYTES * self._config.events_max:
             raise WireError(f"event: expected at most {self._config.events_max} of one suggestion, got more")
         state.seen += identity
-        on = msgspec.structs.replace(record, suggestion_id=state.to, continues=state.to)
+        # Code stays with the event that brought it: a chain of links would copy it from link to link.
+        on = msgspec.structs.replace(record, suggestion_id=state.to, continues=state.to, text=b"")
         output = Output(FEEDBACK.name, state.to, on, record.event_id)
         return Result(state, (output,), _rounded(state.first_ms + self._config.window_ms + 1), ("sent_on",))
 

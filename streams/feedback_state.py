@@ -45,6 +45,7 @@ class Open(msgspec.Struct, tag="o", array_like=True):
     version: int
     cohort: str
     user: str
+    """For whom it was made; if that is nobody by name, who spoke of it first."""
     region: str
     made_ms: int
     latency_ms: int

@@ -23,8 +23,9 @@ from headrace.wire.topics import EXPOSURES, JUDGEMENTS, REWARDS, USERS_STATE, To
 
 GRADER = "streams.feedback/1"
 COMPONENT = "user"
-WINDOWS, SECONDS = 4, 8
-"""Windows and seconds that are counted at a time: suggestions come a little out of order."""
+WINDOWS, SECONDS = 24, 32
+"""Windows and seconds that are counted at a time: suggestions are judged out of order, by as much as the
+window of the feedback join. What is older than all of them can no longer be counted, and is not trained."""
 HASH_BYTES = 8
 RECENT = 64
 """Judgements that are known when they come again."""
@@ -109,7 +110,10 @@ class UsersLimit:
     def _abuse(self, state: Tally, exposure: Exposure) -> str:
         """Counts a unit; why it must not be trained, or nothing."""
         config, made_ms = self._config, exposure.opened_ms
-        state.windows, units = _counted(state.windows, made_ms // config.window_ms, 1, WINDOWS)
+        number = made_ms // config.window_ms
+        if len(state.windows) == WINDOWS and number < state.windows[0][0]:
+            return f"user: older than the last {WINDOWS} windows of {config.window_ms // 1000} s"
+        state.windows, units = _counted(state.windows, number, 1, WINDOWS)
         accepted = exposure.accepted > 0
         state.seconds, accepts = _counted(state.seconds, made_ms // 1000, int(accepted), SECONDS)
         if accepts > config.accepts_max:

@@ -7,9 +7,12 @@ the file too. Safe from several threads; several processes may share a file (eac
 gateway drops what comes twice).
 """
 
+import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,6 +27,7 @@ CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, eve
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
 """
 _decoder = msgspec.json.Decoder(Event)
+_logger = logging.getLogger(__name__)
 
 
 class Waiting(NamedTuple):
@@ -41,11 +45,13 @@ class Buffer:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # who it is and what they write is theirs
             self._db = sqlite3.connect(
                 path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False
             )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA secure_delete = ON")
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise FeedbackUnavailable(f"{path}: expected a buffer for feedback: {error}") from error
@@ -65,20 +71,31 @@ class Buffer:
                 (count - self._events_max,),
             ).fetchall()
             _count(db, "dropped", len(gone))
-        return [_decoder.decode(body) for (body,) in gone]
+        return [kept for (body,) in gone if (kept := _event(body)) is not None]
 
     def head(self, *, events_max: int, bytes_max: int) -> list[Waiting]:
-        """The oldest events, at least one if there is any."""
+        """The oldest events, at least one if there is any. Those that the disk has spoiled are let go, and
+        counted as dropped."""
         with self._transaction("read") as db:
             rows = db.execute("SELECT number, body FROM events ORDER BY number LIMIT ?", (events_max,))
             found: list[Waiting] = []
+            spoiled: list[int] = []
             size = 0
-            for number, body in rows:
+            for number, body in rows.fetchall():
+                kept = _event(body)
+                if kept is None:
+                    spoiled.append(number)
+                    continue
                 size += len(body)
                 if found and size > bytes_max:
                     break
-                found.append(Waiting(number, _decoder.decode(body)))
-            rows.close()
+                found.append(Waiting(number, kept))
+            if spoiled:
+                _logger.error("feedback buffer %s: spoiled events: dropped=%d", self._path, len(spoiled))
+                db.executemany("DELETE FROM events WHERE number = ?", [(number,) for number in spoiled])
+                _count(db, "dropped", len(spoiled))
+        if spoiled and not found:
+            return self.head(events_max=events_max, bytes_max=bytes_max)
         return found
 
     def remove(self, numbers: Sequence[int], *, sent: int, refused: int) -> None:
@@ -122,13 +139,25 @@ class _Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self._db.execute("COMMIT" if error is None else "ROLLBACK")
+            if error is None:
+                self._db.execute("COMMIT")
         except sqlite3.Error as failed:
-            raise FeedbackUnavailable(f"{self._place}: {failed}") from failed
+            error = failed
         finally:
+            if self._db.in_transaction:  # a full disk has ended some by itself
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
             self._lock.release()
         if isinstance(error, sqlite3.Error):
             raise FeedbackUnavailable(f"{self._place}: {error}") from error
+
+
+def _event(body: object) -> Event | None:
+    """None for a row that is none any more."""
+    try:
+        return _decoder.decode(body) if isinstance(body, bytes | str) else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _count(db: sqlite3.Connection, name: str, more: int) -> None:

@@ -137,15 +137,19 @@ class FeedbackClient:
         it twice is safe."""
         if self._left is not None:
             return self._left
-        if self._thread.is_alive():
-            self.flush(deadline_s)
-        self._closing = True
-        self._work.set()
-        self._transport.close()
-        self._thread.join(1.0)
-        self._left = self._buffer.counts()["waiting"]
-        if not self._thread.is_alive():
-            self._buffer.close()
+        try:
+            if self._thread.is_alive():
+                self.flush(deadline_s)
+        finally:
+            self._closing = True
+            self._work.set()
+            self._transport.interrupt()
+            self._thread.join(1.0)
+        try:
+            self._left = self._buffer.counts()["waiting"]
+        finally:
+            if not self._thread.is_alive():
+                self._buffer.close()
         return self._left
 
     def __enter__(self) -> Self:
@@ -172,7 +176,7 @@ class FeedbackClient:
                     failures = failures + 1 if self._pause(failures, error) else 0
                 else:
                     self._last_error, failures = "", 0
-        self._transport.close()  # again: it may have been opened anew since `close` did so
+        self._transport.close()
 
     def _send_one(self) -> bool:
         """One batch from the head of the file to its answer; False when there is none."""
@@ -207,7 +211,8 @@ class FeedbackClient:
 
     def _settle(self, batch: Sequence[Waiting], reply: Reply) -> None:
         named = {item.index for item in reply.refused}
-        if reply.accepted + len(named) != len(batch) or not named <= set(range(len(batch))):
+        fits = reply.accepted >= 0 and len(named) == len(reply.refused) and named <= set(range(len(batch)))
+        if not fits or reply.accepted + len(named) != len(batch):
             raise FeedbackUnavailable(
                 f"gateway: expected an answer for {len(batch)} events, got {reply.accepted} accepted and "
                 f"{sorted(named)} refused"

@@ -5,6 +5,7 @@ collectors that publish for many. Not here: trying again (`client`).
 """
 
 import http.client
+import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +35,13 @@ class Transport(Protocol):
         acknowledged, send it again), FeedbackUnauthenticated, FeedbackError (it is no batch)."""
         ...
 
-    def close(self) -> None: ...
+    def interrupt(self) -> None:
+        """What is under way fails soon, and so does what comes after. From any thread."""
+        ...
+
+    def close(self) -> None:
+        """From the thread that sends."""
+        ...
 
 
 def transport_to(address: str, *, token: str, ca_file: Path | None) -> Transport:
@@ -65,6 +72,11 @@ def _context(ca_file: Path | None) -> ssl.SSLContext:
         raise ConfigError(f"{ca_file}: expected certificates, cannot be read: {error}") from error
 
 
+def _whole(told: str, otherwise: int) -> int:
+    """A number of at most nine digits."""
+    return int(told) if told.isdecimal() and len(told) <= 9 else otherwise
+
+
 class HttpTransport:
     """`POST /v1/events` over one kept connection."""
 
@@ -75,6 +87,7 @@ class HttpTransport:
             if tls is None
             else http.client.HTTPSConnection(host, port, context=tls)
         )
+        self._interrupted = False
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -87,7 +100,7 @@ class HttpTransport:
                 return self._exchange(body, timeout_s)
             except ConnectionError:
                 # A gateway closes a connection that was quiet for a while: that says nothing of the next one.
-                if not was_open:
+                if not was_open or self._interrupted:
                     raise
                 self._connection.close()
                 return self._exchange(body, timeout_s)
@@ -95,10 +108,18 @@ class HttpTransport:
             self._connection.close()
             raise FeedbackUnavailable(f"{self._place}: {error or type(error).__name__}") from error
 
+    def interrupt(self) -> None:
+        self._interrupted = True
+        if (sock := self._connection.sock) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # closing it is for the thread that reads
+
     def close(self) -> None:
         self._connection.close()
 
     def _exchange(self, body: bytes, timeout_s: float) -> Reply:
+        if self._interrupted:
+            raise FeedbackUnavailable(f"{self._place}: this client is closing")
         connection = self._connection
         connection.timeout = timeout_s
         if connection.sock is not None:
@@ -115,7 +136,7 @@ class HttpTransport:
             except msgspec.DecodeError as error:
                 raise FeedbackUnavailable(f"{self._place}: not a gateway's answer: {error}") from error
         place = f"{self._place}: {status} {content[:300].decode(errors='replace')}"
-        wait_ms = 1000 * int(retry_after) if retry_after.isdecimal() else RETRY_MS
+        wait_ms = 1000 * _whole(retry_after, RETRY_MS // 1000)
         if status in (401, 403):
             raise FeedbackUnauthenticated(place)
         if status == 429:
@@ -152,6 +173,8 @@ class GrpcTransport:
             reply = self._stub.Publish(message, timeout=timeout_s, metadata=self._metadata)
         except self._grpc.RpcError as error:
             raise self._named(error) from error
+        except ValueError as error:  # the channel is closed
+            raise FeedbackUnavailable(f"{self._place}: {error}") from error
         return Reply(
             accepted=reply.accepted,
             duplicates=reply.duplicates,
@@ -161,6 +184,9 @@ class GrpcTransport:
             ),
         )
 
+    def interrupt(self) -> None:
+        self._channel.close()
+
     def close(self) -> None:
         self._channel.close()
 
@@ -169,13 +195,14 @@ class GrpcTransport:
         code, place = error.code(), f"{self._place}: {error.details()}"
         trailing = dict(error.trailing_metadata() or ())
         told = trailing.get(self._messages.RETRY_AFTER, "")
-        wait_ms = int(told) if told.isdecimal() else RETRY_MS
+        wait_ms = _whole(told, RETRY_MS)
         if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED):
             return FeedbackUnauthenticated(place)
         if code == codes.RESOURCE_EXHAUSTED and not told and "larger than max" in str(error.details()):
             return FeedbackError(place)
         if code == codes.RESOURCE_EXHAUSTED:
             return FeedbackOverloaded(place, retry_after_ms=wait_ms)
-        if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE, codes.UNIMPLEMENTED):
+        if code == codes.INVALID_ARGUMENT:
             return FeedbackError(place)
+        # UNIMPLEMENTED is also what a proxy's 404 becomes: not from a gateway, and it passes.
         return FeedbackUnavailable(place, retry_after_ms=wait_ms)

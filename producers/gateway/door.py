@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.errors import FeedbackError
 from headrace.producers.config import GatewayConfig
 from headrace.producers.gateway.intake import Intake
 from headrace.producers.gateway.keys import Key, Keys
@@ -42,6 +41,11 @@ class Door:
         self._writer = writer
 
     @property
+    def open(self) -> bool:
+        """Nobody needs a token."""
+        return self._keys.open
+
+    @property
     def serving(self) -> bool:
         """The log takes events."""
         return not self._writer.away
@@ -54,13 +58,9 @@ class Door:
 
     def take(self, key: Key, lane: Lane, events: Sequence[Event | str], number: int = 0) -> Ticket:
         """Puts the good ones of `events` in the queue. Raises FeedbackOverloaded, FeedbackUnavailable (send
-        the batch again) and FeedbackError (never: it is too long)."""
-        if len(events) > self.config.batch_events_max:
-            raise FeedbackError(
-                f"batch: expected at most {self.config.batch_events_max} events, got {len(events)}"
-            )
+        the batch again)."""
         self._writer.room_for(len(events))
         key.bucket.take(len(events), asyncio.get_running_loop().time())
-        names, messages, refused = self._intake.take(events, sender=key.name)
+        names, messages, refused = self._intake.take(events, sender=key.name, own=key.own)
         done = self._writer.submit(lane, names, messages) if messages else None
         return Ticket(number, len(messages), refused, done)

@@ -1,23 +1,24 @@
 """Who may publish, and how much: named tokens, and a token bucket for each name.
 
-A token is kept as its SHA-256 alone and compared in constant time. Not here: transport, pseudonyms.
+A token is kept as its SHA-256 alone and found by it: how long that takes tells nothing of a token, and is the
+same for ten names and for ten thousand. Not here: transport, pseudonyms.
 """
 
 import hashlib
-import hmac
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from headrace.errors import ConfigError, FeedbackOverloaded, FeedbackUnauthenticated
 
 VARIABLE: Final = "HEADRACE_FEEDBACK_TOKENS"
-"""`NAME TOKEN`, several separated by commas, instead of a file of such lines."""
+"""`NAME TOKEN` or `NAME TOKEN own`, several separated by commas, instead of a file of such lines."""
 TOKEN_CHARS_MIN: Final = 16
 BURST_S: Final = 2.0
 """A key that was quiet may send so many seconds' worth at once."""
-_LINE: Final = re.compile(rf"([A-Za-z0-9._@-]{{1,64}})\s+(\S{{{TOKEN_CHARS_MIN},}})")
+_LINE: Final = re.compile(rf"([A-Za-z0-9._@-]{{1,64}})\s+(\S{{{TOKEN_CHARS_MIN},}})(\s+own)?")
 
 
 class Bucket:
@@ -44,20 +45,24 @@ class Bucket:
 
 
 class Key:
-    """One name that may publish."""
+    """One name that may publish. `own`: for itself alone, whatever user its events claim."""
 
-    def __init__(self, name: str, digest: bytes, bucket: Bucket) -> None:
+    def __init__(self, name: str, bucket: Bucket, *, own: bool = False) -> None:
         self.name = name
-        self.digest = digest
+        self.own = own
         self.bucket = bucket
 
 
 class Keys:
-    """All of them. Without any, everybody is `local`: for a gateway that only this machine reaches."""
+    """All of them, by token. Without any, everybody is `local`: for a gateway that only this machine
+    reaches. `own`: names of which no token vouches for others."""
 
-    def __init__(self, tokens: dict[str, str], *, events_per_s: float) -> None:
-        self._keys = [Key(name, _digest(token), Bucket(events_per_s, 0.0)) for name, token in tokens.items()]
-        self._nobody = None if self._keys else Key("local", b"", Bucket(events_per_s, 0.0))
+    def __init__(self, tokens: dict[str, str], *, events_per_s: float, own: Collection[str] = ()) -> None:
+        self._keys = {
+            _digest(token): Key(name, Bucket(events_per_s, 0.0), own=name in own)
+            for name, token in tokens.items()
+        }
+        self._nobody = None if self._keys else Key("local", Bucket(events_per_s, 0.0))
 
     @property
     def open(self) -> bool:
@@ -72,11 +77,7 @@ class Keys:
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise FeedbackUnauthenticated("authorization: expected 'Bearer TOKEN', got none")
-        digest = _digest(token.strip())
-        found = None
-        for key in self._keys:  # all of them, whichever fits
-            if hmac.compare_digest(key.digest, digest):
-                found = key
+        found = self._keys.get(_digest(token.strip()))
         if found is None:
             raise FeedbackUnauthenticated("authorization: expected a token of this gateway, got another")
         return found
@@ -91,19 +92,23 @@ def load(path: str, *, events_per_s: float) -> Keys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: tokens cannot be read: {error}") from error
     tokens: dict[str, str] = {}
+    taken, own = set(), set()
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         found = _LINE.fullmatch(line.strip())
-        if found is None or found[1] in tokens:
+        if found is None or found[1] in tokens or found[2] in taken:
             raise ConfigError(
-                f"{place}:{number}: expected 'NAME TOKEN' with a new name and at least {TOKEN_CHARS_MIN} "
-                "characters of token"
+                f"{place}:{number}: expected 'NAME TOKEN' or 'NAME TOKEN own' with a new name and a new "
+                f"token of at least {TOKEN_CHARS_MIN} characters"
             )
         tokens[found[1]] = found[2]
+        taken.add(found[2])
+        if found[3]:
+            own.add(found[1])
     if path and not tokens:
         raise ConfigError(f"{path}: expected at least one token, got none")
-    return Keys(tokens, events_per_s=events_per_s)
+    return Keys(tokens, events_per_s=events_per_s, own=own)
 
 
 def _digest(token: str) -> bytes:

@@ -12,8 +12,10 @@ from headrace.rpc.feedback import KINDS, Event, Reply
 _ANSWERS = {
     "400": "the body is not a batch",
     "401": "no token, or one that nobody was given",
+    "403": "a gateway without tokens, called by another name than this machine's",
     "408": "the body did not come in time",
     "413": "the body is too large",
+    "415": "the body is not application/json",
     "429": "a limit is reached; see Retry-After. Nothing of the batch is acknowledged",
     "503": "the log is away, or the gateway stops; see Retry-After. Nothing of the batch is acknowledged",
 }

@@ -1,32 +1,27 @@
 """The gateway's gRPC half: the `Feedback` service, with health and reflection.
 
 Calls get the bytes of a batch, not its message, so that one malformed event doesn't take the others with it.
-Not here: what becomes of a batch (`door`).
+Not here: who may call (`calls`), what becomes of a batch (`door`).
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace.errors import (
-    ConfigError,
-    FeedbackOverloaded,
-    FeedbackUnauthenticated,
-    FeedbackUnavailable,
-    HeadraceError,
-)
+from headrace.errors import ConfigError, FeedbackOverloaded, HeadraceError
+from headrace.producers.gateway.calls import Calls, Context, authorization
 from headrace.producers.gateway.door import Door, Ticket
 from headrace.producers.gateway.keys import Key
 from headrace.producers.gateway.writer import Lane
 from headrace.rpc import feedback_pb2 as pb
 from headrace.rpc.feedback import Reply
-from headrace.rpc.feedback_messages import RETRY_AFTER, SERVICE, parse
+from headrace.rpc.feedback_messages import SERVICE, parse
 
 WINDOW: Final = 16
 """Batches of one stream under way: what a stream's reader may be ahead of its acknowledgements."""
@@ -34,13 +29,6 @@ STREAM_WAIT_S: Final = 5.0
 """So long a stream is held back (by not reading it) before a limit ends it."""
 HANDSHAKE_MS: Final = 10_000
 GRACE_S: Final = 1.0
-_CODES: Final = (
-    (FeedbackUnauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (FeedbackOverloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (FeedbackUnavailable, grpc.StatusCode.UNAVAILABLE),
-)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GrpcHalf:
@@ -51,8 +39,10 @@ class GrpcHalf:
         self._door = door
         self._credentials = credentials
         self._health = health.aio.HealthServicer()
+        calls = Calls(door)
         self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=config.streams_max,
+            interceptors=(calls,),
+            maximum_concurrent_rpcs=calls.total_max,
             options=(
                 ("grpc.max_receive_message_length", config.message_bytes_max),
                 ("grpc.max_metadata_size", 8192),
@@ -104,18 +94,15 @@ class GrpcHalf:
         await self._server.stop(GRACE_S)
 
     async def _publish(self, body: bytes, context: Context) -> pb.PublishReply:
-        try:
-            key = self._door.sender(_authorization(context))
-            number, events = parse(body)
-            ticket = self._door.take(key, Lane(), events, number)
-            return _message(ticket, await ticket.reply())
-        except HeadraceError as error:
-            await _abort(context, error)
+        key = self._door.sender(authorization(context.invocation_metadata()))
+        number, events = parse(body, events_max=self._door.config.batch_events_max)
+        ticket = self._door.take(key, Lane(), events, number)
+        return _message(ticket, await ticket.reply())
 
     async def _publish_stream(
         self, bodies: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[pb.PublishReply]:
-        """Reads ahead by at most `WINDOW` batches; answers in order."""
+        """Reads ahead by at most `WINDOW` batches; answers in order. Raises what ended it (`calls`)."""
         tickets: asyncio.Queue[Ticket | HeadraceError | None] = asyncio.Queue(WINDOW)
         reading = asyncio.create_task(self._read(bodies, context, tickets))
         try:
@@ -123,8 +110,6 @@ class GrpcHalf:
                 if isinstance(ticket, HeadraceError):
                     raise ticket
                 yield _message(ticket, await ticket.reply())
-        except HeadraceError as error:
-            await _abort(context, error)
         finally:
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -138,7 +123,7 @@ class GrpcHalf:
     ) -> None:
         lane = Lane()
         try:
-            key = self._door.sender(_authorization(context))
+            key = self._door.sender(authorization(context.invocation_metadata()))
             async for body in bodies:
                 await tickets.put(await self._take_patiently(key, lane, body))
         except HeadraceError as error:
@@ -149,7 +134,7 @@ class GrpcHalf:
     async def _take_patiently(self, key: Key, lane: Lane, body: bytes) -> Ticket:
         """A sender over a limit is first slowed down, then refused. Raises FeedbackOverloaded after
         `STREAM_WAIT_S`."""
-        number, events = parse(body)
+        number, events = parse(body, events_max=self._door.config.batch_events_max)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + STREAM_WAIT_S
         while True:
@@ -159,19 +144,6 @@ class GrpcHalf:
                 if loop.time() + refusal.retry_after_ms / 1000 > deadline_s:
                     raise
                 await asyncio.sleep(refusal.retry_after_ms / 1000)
-
-
-def _authorization(context: Context) -> str | bytes | None:
-    metadata = context.invocation_metadata() or ()
-    return next((value for name, value in metadata if name == "authorization"), None)
-
-
-async def _abort(context: Context, error: HeadraceError) -> NoReturn:
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INVALID_ARGUMENT)
-    trailing: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, FeedbackOverloaded | FeedbackUnavailable):
-        trailing = ((RETRY_AFTER, str(error.retry_after_ms)),)
-    await context.abort(code, str(error), trailing)
 
 
 def _message(ticket: Ticket, reply: Reply) -> pb.PublishReply:

@@ -2,14 +2,17 @@
 `/openapi.json`.
 
 A body is ours (`{"events": [...]}`) or Tabby's (`{"type": "view", ...}`). Every limit has an answer: 401 no
-token, 408 a slow body, 413 a large one, 422 nothing in it is good, 429 and 503 with `Retry-After`. A head
+token, 403 a page that only says it is of this machine, 408 a slow body, 413 a large one, 415 no JSON, 422
+nothing in it is good, 429 and 503 with `Retry-After`. A head
 that does not come in time, or a connection too many, is closed. Not here: what becomes of a batch (`door`).
 """
 
 import asyncio
+import contextlib
 import math
 import ssl
 import time
+from ipaddress import ip_address
 from typing import Any, Final
 
 import msgspec
@@ -27,7 +30,7 @@ from headrace.producers.adapters import tabby
 from headrace.producers.gateway import openapi
 from headrace.producers.gateway.door import Door
 from headrace.producers.gateway.writer import Lane
-from headrace.rpc.feedback import Event
+from headrace.rpc.feedback import Event, check_count
 
 STOP_S: Final = 1.0
 LINE_BYTES_MAX: Final = 4096
@@ -52,8 +55,8 @@ class HttpHalf:
     def __init__(self, door: Door, context: ssl.SSLContext | None) -> None:
         self._door = door
         self._context = context
-        self._handshake_s = door.config.head_ms_max / 1000
         self._body_s = door.config.body_ms_max / 1000
+        self._head_s = door.config.head_ms_max / 1000
         app = web.Application(client_max_size=door.config.message_bytes_max)
         app.router.add_post("/v1/events", self._publish)
         app.router.add_get("/healthz", self._health)
@@ -61,7 +64,7 @@ class HttpHalf:
         self._runner = web.AppRunner(
             app,
             access_log=None,
-            keepalive_timeout=door.config.head_ms_max / 1000,
+            keepalive_timeout=self._head_s,
             max_line_size=LINE_BYTES_MAX,
             max_field_size=LINE_BYTES_MAX,
             lingering_time=STOP_S,
@@ -79,7 +82,7 @@ class HttpHalf:
                 host.strip("[]"),
                 int(port),
                 ssl=self._context,
-                ssl_handshake_timeout=self._handshake_s if self._context else None,
+                ssl_handshake_timeout=self._head_s if self._context else None,
             )
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -102,12 +105,25 @@ class HttpHalf:
     async def _publish(self, request: web.Request) -> web.Response:
         try:
             key = self._door.sender(request.headers.get("Authorization"))
-            events = parse(await self._body(request), now_ms=time.time_ns() // 1_000_000)
+            self._check_origin(request)
+            body = await self._body(request)
+            now_ms, events_max = time.time_ns() // 1_000_000, self._door.config.batch_events_max
+            events = parse(body, now_ms=now_ms, events_max=events_max)
             reply = await self._door.take(key, Lane(), events).reply()
         except (FeedbackError, WireError) as error:
             return _refused(error)
         nothing_good = bool(reply.refused) and not reply.accepted
         return _json(reply, status=422 if nothing_good else 200)
+
+    def _check_origin(self, request: web.Request) -> None:
+        """A page in a browser of this machine can post anywhere, but only plain text, unless it is asked for
+        leave first, and to a name that its author may lead to this machine: where nobody needs a token,
+        neither may speak for the user. Raises _NotJson, _NotHere."""
+        if request.content_type != "application/json":
+            raise _NotJson(f"Content-Type: expected application/json, got {request.content_type[:60]!a}")
+        host = request.headers.get("Host", "localhost")
+        if self._door.open and not is_loopback(host):
+            raise _NotHere(f"Host: expected a name of this machine, got {host[:60]!a}")
 
     async def _body(self, request: web.Request) -> bytes:
         """Raises _TooLarge, _TooSlow."""
@@ -138,6 +154,14 @@ class _TooSlow(FeedbackError):
     pass
 
 
+class _NotJson(FeedbackError):
+    pass
+
+
+class _NotHere(FeedbackError):
+    pass
+
+
 class _OneTooMany(asyncio.Protocol):
     """Says so, and goes."""
 
@@ -147,9 +171,17 @@ class _OneTooMany(asyncio.Protocol):
         transport.close()
 
 
-def parse(body: bytes, *, now_ms: int) -> list[Event | str]:
+def is_loopback(address: str) -> bool:
+    """Of `HOST` or `HOST:PORT`: it names this machine and no other can reach it there."""
+    host = address if address.endswith("]") or ":" not in address else address.rpartition(":")[0]
+    with contextlib.suppress(ValueError):
+        return ip_address(host.strip("[]")).is_loopback
+    return host.lower() == "localhost"
+
+
+def parse(body: bytes, *, now_ms: int, events_max: int) -> list[Event | str]:
     """The events of a body; in place of a malformed one, what is wrong with it. Raises WireError when the
-    whole is neither ours nor Tabby's."""
+    whole is neither ours nor Tabby's, FeedbackError when it holds more than `events_max`."""
     try:
         batch = _batches.decode(body)
     except _NO_JSON as error:
@@ -158,6 +190,7 @@ def parse(body: bytes, *, now_ms: int) -> list[Event | str]:
         except (*_NO_JSON, WireError) as tabbys:
             ours = f'{{"events": [...]}} ({error})'
             raise WireError(f"body: expected {ours} or an event of Tabby's ({tabbys})") from None
+    check_count(len(batch.events), events_max)
     events: list[Event | str] = []
     for raw in batch.events:
         try:
@@ -172,6 +205,8 @@ def _refused(error: FeedbackError | WireError) -> web.Response:
         (FeedbackUnauthenticated, 401),
         (_TooSlow, 408),
         (_TooLarge, 413),
+        (_NotJson, 415),
+        (_NotHere, 403),
         (FeedbackOverloaded, 429),
         (FeedbackUnavailable, 503),
     )

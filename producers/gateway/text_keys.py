@@ -9,10 +9,10 @@ once.
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from headrace.errors import ConfigError, FeedbackError, FeedbackUnavailable
 from headrace.wire.records import Feedback
@@ -20,6 +20,15 @@ from headrace.wire.records import Feedback
 FORMAT: Final = b"\x01"
 NONCE_BYTES: Final = 12
 LOCK_WAIT_S: Final = 5.0
+
+
+class Text(NamedTuple):
+    """Code of an event."""
+
+    text: str
+    user: str
+    """A pseudonym."""
+    event_id: str
 
 
 class TextKeys:
@@ -34,17 +43,23 @@ class TextKeys:
         with self._opened() as db:
             db.execute("CREATE TABLE IF NOT EXISTS keys (user TEXT PRIMARY KEY, key BLOB) WITHOUT ROWID")
 
-    def sealed(self, text: str, *, user: str, event_id: str) -> bytes:
-        """`text` encrypted under the key of `user` (a pseudonym), which is made when there is none."""
+    def sealed(self, texts: Sequence[Text]) -> list[bytes]:
+        """Each of `texts` encrypted under the key of its user, which is made when there is none: one look at
+        the file for all of them. Raises FeedbackUnavailable."""
+        keys = self._keys_of({text.user for text in texts}) if texts else {}
+        return [self._sealed(text, keys[text.user]) for text in texts]
+
+    def _sealed(self, text: Text, key: bytes) -> bytes:
         nonce = os.urandom(NONCE_BYTES)
-        body = text.encode(errors="replace")
-        cipher = self._cipher(self._key_of(user, make=True))
-        return bytes(FORMAT + nonce + cipher.encrypt(nonce, body, _context(user, event_id)))
+        body = text.text.encode(errors="replace")
+        return bytes(
+            FORMAT + nonce + self._cipher(key).encrypt(nonce, body, _context(text.user, text.event_id))
+        )
 
     def opened(self, record: Feedback) -> str:
         """The text of `record`. Raises FeedbackError when its user was forgotten, or it was changed."""
         place = f"feedback {record.event_id}: text"
-        key = self._key_of(record.user, make=False)
+        key = self._key_of(record.user)
         if key is None:
             raise FeedbackError(f"{place}: expected the key of {record.user}, it was destroyed")
         sealed = record.text
@@ -63,12 +78,28 @@ class TextKeys:
         with self._opened() as db:
             return db.execute("DELETE FROM keys WHERE user = ?", (user,)).rowcount > 0
 
-    def _key_of(self, user: str, *, make: bool) -> bytes | None:
+    def rotations(self) -> list[str]:
+        """Of the secrets under whose pseudonyms there are keys."""
         with self._opened() as db:
-            if make:
-                db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (user, secrets.token_bytes(32)))
+            return [
+                rotation
+                for (rotation,) in db.execute(
+                    "SELECT DISTINCT substr(user, 1, instr(user, '-') - 1) FROM keys ORDER BY 1"
+                )
+            ]
+
+    def _key_of(self, user: str) -> bytes | None:
+        with self._opened() as db:
             found = db.execute("SELECT key FROM keys WHERE user = ?", (user,)).fetchone()
         return None if found is None else bytes(found[0])
+
+    def _keys_of(self, users: Collection[str]) -> dict[str, bytes]:
+        with self._opened() as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO keys VALUES (?, ?)", [(u, secrets.token_bytes(32)) for u in users]
+            )
+            look = "SELECT key FROM keys WHERE user = ?"
+            return {user: bytes(db.execute(look, (user,)).fetchone()[0]) for user in users}
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:

@@ -27,6 +27,7 @@ from headrace.wire.topics import FEEDBACK
 
 GROUP_EVENTS_MAX: Final = 4000
 """Most events of one write: below it, whatever waits goes together."""
+GROUP_BYTES_MAX: Final = 8_000_000
 RETRY_S: Final = 0.5
 AWAY_RETRY_MS: Final = 2000
 FULL_RETRY_MS: Final = 100
@@ -52,6 +53,8 @@ class _Waiting:
     lane: Lane
     names: Sequence[str]
     messages: Sequence[Message]
+    size: int
+    """Bytes of the messages' values."""
     done: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -64,7 +67,7 @@ class Writer:
         self._clock = clock
         self._recent = Recent(config.recent_events_max)
         self._queue: deque[_Waiting] = deque()
-        self._queued_events = 0
+        self._queued_events = self._queued_bytes = 0
         self._work = asyncio.Event()
         self._draining = False
         self.away = False
@@ -76,9 +79,12 @@ class Writer:
         if self._draining or self.away:
             what = "this gateway is stopping" if self._draining else "the log is away"
             raise FeedbackUnavailable(f"gateway: {what}: send again", retry_after_ms=AWAY_RETRY_MS)
-        if self._queued_events + events > self._config.pending_events_max and self._queued_events:
+        if not self._queue:
+            return
+        most, most_bytes = self._config.pending_events_max, self._config.pending_bytes_max
+        if self._queued_events + events > most or self._queued_bytes > most_bytes:
             raise FeedbackOverloaded(
-                f"gateway: expected at most {self._config.pending_events_max} events waiting for the log",
+                f"gateway: expected at most {most} events and {most_bytes} bytes waiting for the log",
                 retry_after_ms=FULL_RETRY_MS,
             )
 
@@ -88,9 +94,10 @@ class Writer:
         self.room_for(len(messages))
         if lane.broken:
             raise FeedbackUnavailable("gateway: a batch before this one failed: send both again")
-        waiting = _Waiting(lane, names, messages)
+        waiting = _Waiting(lane, names, messages, sum(len(message.value or b"") for message in messages))
         self._queue.append(waiting)
         self._queued_events += len(messages)
+        self._queued_bytes += waiting.size
         self._work.set()
         return waiting.done
 
@@ -101,10 +108,9 @@ class Writer:
         ends = await self._bus.ends([FEEDBACK.name])
         share = self._config.recent_events_max // max(1, len(ends))
         for tp, end in ends.items():
-            start = max(starts[tp], end - share)
-            self._recent.add(
-                [name for d in [d async for d in self._bus.read_range(tp, start, end)] if (name := _name(d))]
-            )
+            async for delivery in self._bus.read_range(tp, max(starts[tp], end - share), end):
+                if name := _name(delivery):
+                    self._recent.add([name])
         log.event(_logger, "looked", known=len(self._recent), since_ms=since_ms)
 
     async def run(self) -> None:
@@ -131,11 +137,14 @@ class Writer:
 
     def _next_group(self) -> list[_Waiting]:
         group: list[_Waiting] = []
-        events = 0
-        while self._queue and (not group or events + len(self._queue[0].messages) <= GROUP_EVENTS_MAX):
+        events = size = 0
+        while self._queue:
+            events, size = events + len(self._queue[0].messages), size + self._queue[0].size
+            if group and (events > GROUP_EVENTS_MAX or size > GROUP_BYTES_MAX):
+                break
             group.append(self._queue.popleft())
-            events += len(group[-1].messages)
-        self._queued_events -= events
+        self._queued_events -= sum(len(waiting.messages) for waiting in group)
+        self._queued_bytes -= sum(waiting.size for waiting in group)
         return group
 
     async def _write(self, group: Sequence[_Waiting]) -> None:
@@ -169,7 +178,7 @@ class Writer:
                 )
                 waiting.done.exception()  # its stream may end at an earlier one: then nobody asks for this
         self._queue.clear()
-        self._queued_events = 0
+        self._queued_events = self._queued_bytes = 0
 
     async def _recover(self) -> None:
         """Waits for the log, and looks what of the unknown it has."""

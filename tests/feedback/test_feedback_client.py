@@ -46,8 +46,11 @@ class Scripted:
             return answer
         return Reply(accepted=len(events))
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         self.asked.set()
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -206,9 +209,11 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
             self.open = True
             raise FeedbackUnauthenticated("who?")
 
+        def interrupt(self) -> None:
+            self.going.set()
+
         def close(self) -> None:
             self.open = False
-            self.going.set()
 
     transport = Slow()
     one = FeedbackClient("http://localhost:1", buffer=tmp_path / "b.db", transport=transport)

@@ -105,7 +105,8 @@ def test_replay_log(place: GatewayProcess, tmp_path: Path) -> None:
 
 
 def test_own_log_with_code_and_forget(place: GatewayProcess, tmp_path: Path) -> None:
-    """Our own format over gRPC with code; then its user is forgotten, once."""
+    """Our own format over gRPC with code; then its user is forgotten, once; under a new secret it is told
+    that there are keys under the old."""
     log = tmp_path / "own.jsonl"
     log.write_text(
         '{"event_id": "own-1", "suggestion_id": "o", "kind": "shown", "text": "x = 1", "user": "zoe"}\n'
@@ -114,6 +115,10 @@ def test_own_log_with_code_and_forget(place: GatewayProcess, tmp_path: Path) -> 
     done = headrace(place, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert on_topic(place)["own-1"].text[:1] == b"\x01"
+    (tmp_path / "new").write_text(f"r2 {'n' * 40}")
+    new = ("--gateway.secret_file", str(tmp_path / "new"))
+    done = headrace(place, tmp_path, "gateway", "forget", "zoe", *new)
+    assert (done.returncode, "keys under other secrets (r1)" in done.stderr) == (1, True)
     done = headrace(place, tmp_path, "gateway", "forget", "zoe")
     assert (done.returncode, "key destroyed" in done.stdout, "zoe" in done.stdout) == (0, True, False)
     assert headrace(place, tmp_path, "gateway", "forget", "zoe").returncode == 1

@@ -69,9 +69,21 @@ def test_a_stream_needs_a_token(tmp_path: Path, tokens: str) -> None:
     on_a_gateway(tmp_path, act, tokens_file=tokens)
 
 
-@pytest.mark.parametrize("lines", ["ada short", "ada", f"ada {TOKEN}\nada {'u' * 20}", ""])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "ada short",
+        "ada",
+        f"ada {TOKEN}\nada {'u' * 20}",
+        f"ada {TOKEN}\nbob {TOKEN}",
+        f"ada {TOKEN} hers",
+        f"ada short own {TOKEN}",
+        "",
+    ],
+)
 def test_token_files_that_are_none(tmp_path: Path, lines: str) -> None:
-    """A short token, a missing one, a name twice or no line at all: the gateway does not start."""
+    """A short token, a missing one, a name or a token twice, another word or no line at all: the gateway does
+    not start."""
     path = tmp_path / "tokens"
     path.write_text(lines)
     with pytest.raises(ConfigError, match=str(path)):
@@ -150,7 +162,8 @@ def test_slow_heads_and_bodies(tmp_path: Path) -> None:
 
     async def act(place: Place) -> None:
         host, port = place.addresses.http.split(":")
-        head = b"POST /v1/events HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"
+        head = b"POST /v1/events HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: 50\r\n\r\n{"
         slow = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
         for number, (_, writer) in enumerate(slow):
             writer.write(head if number % 2 else head[:20])
@@ -175,6 +188,7 @@ def test_a_thousand_connections(tmp_path: Path) -> None:
             sockets = await asyncio.to_thread(connected, place.addresses.http, 1000)
             sockets += await asyncio.to_thread(connected, place.addresses.grpc, 1000)
             assert (await publish(request_of([event(2)]).SerializeToString(), timeout=10)).accepted == 1
+            assert await asyncio.to_thread(said, sockets[1999]) == b""
             told = await asyncio.to_thread(said, sockets[999])
             assert told.startswith(b"HTTP/1.1 503")
             assert b"Retry-After" in told
@@ -315,7 +329,7 @@ def test_a_full_queue_says_come_back(tmp_path: Path) -> None:
             events: list[Event | str] = [event(i) for i in range(5)]
             names, messages, _ = intake.take(events, sender="x")
             done = writer.submit(Lane(), names, messages)
-            with pytest.raises(FeedbackOverloaded, match="at most 5 events waiting"):
+            with pytest.raises(FeedbackOverloaded, match="at most 5 events and"):
                 writer.submit(Lane(), names[:1], messages[:1])
             writing = asyncio.create_task(writer.run())
             assert await done == 0

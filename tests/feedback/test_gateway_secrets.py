@@ -9,7 +9,7 @@ from gateway_place import Place, event, json_batch, on_a_gateway
 
 from headrace.errors import ConfigError, FeedbackError
 from headrace.producers.feedback import KEYS_FILE, SECRET_FILE
-from headrace.producers.gateway.text_keys import TextKeys
+from headrace.producers.gateway.text_keys import Text, TextKeys
 from headrace.wire import pseudonyms
 from headrace.wire.pseudonyms import Pseudonyms
 from headrace.wire.records import Feedback
@@ -92,7 +92,7 @@ def test_a_forgotten_user_cannot_be_read(tmp_path: Path) -> None:
 def test_code_belongs_to_its_event(tmp_path: Path) -> None:
     """A ciphertext moved to another event, cut or changed does not open; a new key does not open old code."""
     keys = TextKeys(tmp_path / "keys")
-    sealed = keys.sealed(CODE, user="u", event_id="e1")
+    [sealed] = keys.sealed([Text(CODE, "u", "e1")])
 
     def record(text: bytes, event_id: str = "e1") -> Feedback:
         return Feedback(event_id=event_id, suggestion_id="s", kind="shown", editor_ms=0, user="u", text=text)
@@ -103,6 +103,6 @@ def test_code_belongs_to_its_event(tmp_path: Path) -> None:
         with pytest.raises(FeedbackError, match="feedback e"):
             keys.opened(wrong)
     keys.forget("u")
-    keys.sealed("new", user="u", event_id="e9")
+    keys.sealed([Text("new", "u", "e9")])
     with pytest.raises(FeedbackError, match="does not fit its key"):
         keys.opened(record(sealed))

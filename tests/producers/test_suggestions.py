@@ -96,6 +96,10 @@ def test_silence_has_a_finish_of_its_own() -> None:
     [
         ({"run": "other"}, "other_run"),
         ({"group_id": "demo-0000012"}, "id_of_a_prompt"),
+        ({"group_id": ""}, "no_id"),
+        ({"group_id": "x" * 100_000}, "no_id"),
+        ({"group_id": "demo-live 1"}, "no_id"),
+        ({"user": "u" * 257}, "no_id"),
         ({"version": 4}, "not_sampled"),
         ({"greedy": True}, "not_sampled"),
         ({"temperature": 0.0}, "not_sampled"),
@@ -256,6 +260,21 @@ def test_a_log_that_hangs_does_not_hold_the_stop() -> None:
             faulty.stuck = True
             suggestions.offer(*answer("demo-live-1"))
         assert suggestions.counts["lost.stopped"] == 1
+
+    asyncio.run(act())
+
+
+def test_an_id_that_no_log_takes_stops_nothing() -> None:
+    """Of an editor that asks under an id of 100 kB no suggestion is written; those beside it are, and the
+    replica goes on."""
+
+    async def act() -> None:
+        async with logging_to() as (suggestions, _, bus):
+            for name in ("demo-live-1", "x" * 100_000, "demo-live-2"):
+                suggestions.offer(*answer(name))
+            await until(lambda: suggestions.counts["written"] == 2)
+            assert sorted(step.group_id for step in await written(bus)) == ["demo-live-1", "demo-live-2"]
+            assert suggestions.counts["passed.no_id"] == 1
 
     asyncio.run(act())
 

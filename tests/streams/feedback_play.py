@@ -117,8 +117,28 @@ async def play_feedback(bus: Bus, prefix: str, *, once: bool = True, after: bool
     something = [name for name, became in wanted.items() if became != Became()]
     found = await judged(bus, something, once=once)
     assert not different(found, wanted), different(found, wanted)
+    await _play_bot(bus, f"{prefix} bot", once=once)
     nothing = wanted.keys() - found.keys()
     assert not [record for record in await sent(bus, prefix, once=once) if _name(record) in nothing]
+
+
+async def _play_bot(bus: Bus, prefix: str, *, once: bool) -> None:
+    """Of 60 accepts of one user within a second, or two where the clock's second ends in between, ten a
+    second count; the others are in quarantine, and so are their exposures."""
+    names, user = [f"{prefix} {index}" for index in range(60)], f"user {prefix}"
+    await bus.produce(messages(suggestion(name, user=user) for name in names))
+    await bus.produce(messages(said(name, "accepted", user=user) for name in names))
+    found = await judged(bus, names, once=once)
+    scored = sum(became.reward is not None for became in found.values())
+    assert 1 <= scored <= 20
+    assert {became.quarantine for became in found.values()} == {
+        "",
+        "user: more than 10 accepts within a second",
+    }
+    marked = {
+        r.group_id for r in await sent(bus, prefix, once=once) if isinstance(r, Exposure) and r.quarantined
+    }
+    assert marked == {name for name, became in found.items() if became.quarantine}
 
 
 async def closed_live(bus: Bus) -> Counter[tuple[str, str]]:

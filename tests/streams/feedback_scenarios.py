@@ -249,6 +249,16 @@ SCENARIOS = [
         Became(0.0, exposed=(True, 0.0, 0.0), letters=1),
     ),
     Scenario(
+        "made for nobody by name: the first who speaks of it is its user",
+        lambda s: [
+            suggestion(s, user=""),
+            said(s, "shown"),
+            said(s, "rejected", user="somebody else"),
+            said(s, "accepted"),
+        ],
+        replace(ACCEPTED, letters=1),
+    ),
+    Scenario(
         "nonsense",
         lambda s: [
             suggestion(s),

@@ -20,7 +20,7 @@ from headrace.streams.fold import Fold
 from headrace.streams.processor import Event
 from headrace.streams.users import UsersConfig, UsersLimit
 from headrace.wire.codec import decode
-from headrace.wire.records import Exposure, Judgement, Record, Reward
+from headrace.wire.records import Exposure, Feedback, Judgement, Record, Reward
 from headrace.wire.topics import DEAD_LETTERS, EXPOSURES, JUDGEMENTS, REWARDS
 
 WINDOW_MS = 10_000
@@ -250,7 +250,89 @@ def test_nobody_continues_another_users_suggestion() -> None:
     assert (pipeline.became("a"), pipeline.became("b")) == (IGNORED, ACCEPTED)
 
 
+def test_eight_days_later() -> None:
+    """An event that waited in an editor for eight days is an orphan: a letter, and no second judgement; so is
+    one whose suggestion is still remembered: late."""
+    pipeline = Pipeline(CONFIG)
+    pipeline.send(suggestion("s"), said("s", "shown"))
+    pipeline.advance(WINDOW_MS + 251)
+    assert pipeline.became("s") == IGNORED
+    pipeline.send(said("s", "accepted", editor_ms=1))
+    assert pipeline.join.counts["late"] == 1
+    pipeline.advance(8 * 86_400_000)
+    pipeline.send(said("s", "accepted", editor_ms=1))
+    pipeline.advance(8 * 86_400_000 + 10_000)
+    assert pipeline.became("s") == replace(IGNORED, letters=1)
+    assert (pipeline.join.open, pipeline.join.settled) == (0, 0)
+
+
+def test_who_judges_what_was_made_for_nobody_has_a_limit() -> None:
+    """Leaving one's name out where suggestions are made evades no limit: their user is who judges them, and
+    the exposure says so. One that nobody spoke of stays without."""
+    pipeline = Pipeline(CONFIG, UsersConfig(units_max=2))
+    for name in "abc":
+        pipeline.send(suggestion(name, user=""), said(name, "rejected", user="r1-bot"))
+    pipeline.send(suggestion("d", user=""))
+    pipeline.advance(20_000)
+    assert Counter(reward.verdict for reward in pipeline.records(REWARDS.name)) == {
+        "score": 2,
+        "quarantine": 1,
+    }
+    users = {exposure.group_id: exposure.user for exposure in pipeline.records(EXPOSURES.name)}
+    assert users == {**dict.fromkeys("abc", "r1-bot"), "d": ""}
+
+
+def test_code_is_not_sent_on() -> None:
+    """Of an event that is sent on from link to link of a chain, its code stays where it was."""
+    pipeline = Pipeline(CONFIG)
+    pipeline.send(said("b", "shown", continues="a", text=b"sealed"))
+    (on,) = pipeline.records("feedback")
+    assert (on.suggestion_id, on.text) == ("a", b"")
+
+
 _KINDS = ["shown", "accepted", "rejected", "ignored", "undone"]
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.sampled_from(["a", "b", "\0"])
+_NUMBER = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+def _crafted() -> st.SearchStrategy[Feedback]:
+    """Events as a broken or hostile writer of the topic could make them."""
+    maybe = st.none() | _NUMBER
+    return st.builds(
+        Feedback,
+        event_id=_TEXT,
+        suggestion_id=_TEXT,
+        kind=st.sampled_from([*_KINDS, "partially_accepted", "persisted"]),
+        editor_ms=_NUMBER,
+        user=st.sampled_from(["", "u", "v"]),
+        accepted_length=maybe,
+        superseded_by=st.none() | _TEXT,
+        continues=st.none() | _TEXT,
+        persisted_s=maybe,
+        difference=st.none() | st.floats(),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.booleans() | _crafted(), max_size=30))
+def test_crafted_events_stop_nothing(told: list[bool | Feedback]) -> None:
+    """Whatever a record says that decodes, it is taken or refused as a record; every suggestion ends once,
+    within its bounds, and nothing is left of any of it."""
+    pipeline = Pipeline(CONFIG)
+    for number, what in enumerate(told):
+        record = suggestion("ab"[what], user=["", "u"][number % 2]) if isinstance(what, bool) else what
+        with contextlib.suppress(WireError):
+            pipeline.send(record)
+        if number % 5 == 0:
+            pipeline.restart()
+    for days in range(1, 9):
+        pipeline.advance(days * 86_400_000)
+    assert (pipeline.join.open, pipeline.join.open_bytes, pipeline.join.settled) == (0, 0, 0)
+    for reward in pipeline.records(REWARDS.name):
+        assert -0.25 <= reward.value <= 0.75
+    for exposure in pipeline.records(EXPOSURES.name):
+        assert 0 <= exposure.accepted <= 1
+    assert max(Counter(e.group_id for e in pipeline.records(EXPOSURES.name)).values(), default=1) == 1
 
 
 @st.composite
@@ -362,6 +444,24 @@ def test_units_of_a_user_are_limited_by_window() -> None:
         *range(100),
         *range(600, 700),
     ]
+
+
+def test_no_order_of_judgements_evades_the_limit() -> None:
+    """Suggestions of thirty windows are judged round after round: of each of the newest windows the first two
+    count, and of one that is too old to be counted none."""
+    fold = Fold(UsersLimit(UsersConfig(units_max=2)))
+    rounds = [accepts("u", 30, apart_ms=600_000, first=100 * turn) for turn in range(4)]
+    given_ = [
+        (
+            30 * 600_000,
+            msgspec.structs.replace(j, exposure=msgspec.structs.replace(j.exposure, opened_ms=window)),
+        )
+        for turn in rounds
+        for window, (_, j) in zip(range(0, 30 * 600_000, 600_000), turn, strict=True)
+    ]
+    found = verdicts(fold, given_)
+    by_window = Counter(number % 30 for number, verdict in enumerate(found) if verdict == "score")
+    assert by_window == {**dict.fromkeys(range(6), 1), **dict.fromkeys(range(6, 30), 2)}
 
 
 def test_a_join_that_catches_up_flags_nobody() -> None:

@@ -109,11 +109,22 @@ def _forget(where: Place, args: argparse.Namespace) -> int:
         raise ConfigError("forget: expected the name of a USER, got none")
     config = where.settings.gateway
     path = Path(config.home) / feedback.KEYS_FILE
-    user = feedback.pseudonyms_of(config).of(args.user)
-    if not path.is_file() or not TextKeys(path).forget(user):
+    pseudonyms = feedback.pseudonyms_of(config)
+    user = pseudonyms.of(args.user)
+    keys = TextKeys(path) if path.is_file() else None
+    gone = keys is not None and keys.forget(user)
+    others = [r for r in ([] if keys is None else keys.rotations()) if r != pseudonyms.rotation]
+    if others:
         print(
-            f"headrace: {user}: no key: nothing that this user's events stored is readable", file=sys.stderr
+            f"headrace: there are keys under other secrets ({', '.join(others)}), where this user has other "
+            "names: forget again with each of those as gateway.secret_file",
+            file=sys.stderr,
+        )
+    if not gone:
+        print(
+            f"headrace: {user}: no key: nothing that this user's events stored under it is readable",
+            file=sys.stderr,
         )
         return 1
-    print(f"{user}: key destroyed; what this user's events stored is unreadable from now on")
+    print(f"{user}: key destroyed; what this user's events stored under it is unreadable from now on")
     return 0

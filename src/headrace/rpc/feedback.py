@@ -11,6 +11,7 @@ from typing import Final, get_args
 
 import msgspec
 
+from headrace.errors import FeedbackError
 from headrace.wire.records import Feedback
 
 KINDS: Final[frozenset[str]] = frozenset(
@@ -22,10 +23,11 @@ TEXT_BYTES_MAX: Final = 65_536
 PERSISTED_S_MAX: Final = 86_400
 TIME_MS_MAX: Final = 1 << 53
 USER_CHARS_MAX: Final = 256
+ID_BYTES_MAX: Final = 500
+"""What the streams take as a key."""
 _ID: Final = re.compile(r"[^\s/\\\x00-\x1f\x7f\ud800-\udfff]{1,128}")
 """Of events, suggestions and views. Slashes and spaces are what paths and names are made of; lone surrogates
 have no UTF-8."""
-ID_BYTES_MAX: Final = 4 * 128
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _CLIENT: Final = re.compile(r"[A-Za-z0-9._+-]{1,48}(/[A-Za-z0-9._+-]{1,48})?")
 
@@ -76,9 +78,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 def fault_of(event: Event) -> str:
     """What is wrong with `event`: the field, what was expected, what came. Empty if nothing is."""
-    if not _ID.fullmatch(event.event_id):
+    if not is_id(event.event_id):
         return _no_id("event_id", event.event_id)
-    if not _ID.fullmatch(event.suggestion_id):
+    if not is_id(event.suggestion_id):
         return _no_id("suggestion_id", event.suggestion_id)
     if event.kind not in KINDS:
         return f"kind: expected one of {', '.join(sorted(KINDS))}, got {_shown(event.kind)}"
@@ -89,7 +91,7 @@ def fault_of(event: Event) -> str:
         return f"accepted_length: expected 0 to {LENGTH_MAX} UTF-16 units, got {length}"
     if length is None and event.kind == "partially_accepted":
         return "accepted_length: expected the length so far in UTF-16 units, got none"
-    if event.view_id and not _ID.fullmatch(event.view_id):
+    if event.view_id and not is_id(event.view_id):
         return _no_id("view_id", event.view_id)
     if event.client and not _CLIENT.fullmatch(event.client):
         return f"client: expected NAME/VERSION of letters, digits and ._+-, got {_shown(event.client)}"
@@ -102,6 +104,18 @@ def fault_of(event: Event) -> str:
     return _fault_of_measures(event)
 
 
+def check_count(events: int, events_max: int) -> None:
+    """Raises FeedbackError for a batch that is too long: it is none, and not to be sent again."""
+    if events > events_max:
+        raise FeedbackError(f"batch: expected at most {events_max} events, got {events}")
+
+
+def is_id(value: str) -> bool:
+    """Of an event, a suggestion or a view: one that a gateway takes."""
+    fits = _ID.fullmatch(value) is not None
+    return fits and (value.isascii() or len(value.encode()) <= ID_BYTES_MAX)
+
+
 def utf16_length(text: str) -> int:
     """Length as editors count it: characters beyond U+FFFF (emoji, some CJK) are two units."""
     return len(text) + sum(character > "\uffff" for character in text)
@@ -110,7 +124,7 @@ def utf16_length(text: str) -> int:
 def _fault_of_rare(event: Event) -> str:
     """Of the fields that most events leave empty."""
     for name, value in (("superseded_by", event.superseded_by), ("continues", event.continues)):
-        if value and not _ID.fullmatch(value):
+        if value and not is_id(value):
             return _no_id(name, value)
     text_bytes = len(event.text.encode(errors="replace"))
     if text_bytes > TEXT_BYTES_MAX:
@@ -129,7 +143,10 @@ def _fault_of_measures(event: Event) -> str:
 
 
 def _no_id(name: str, value: str) -> str:
-    return f"{name}: expected 1 to 128 characters without spaces and slashes, got {_shown(value)}"
+    return (
+        f"{name}: expected 1 to 128 characters without spaces and slashes, at most {ID_BYTES_MAX} bytes, "
+        f"got {_shown(value)}"
+    )
 
 
 def _shown(value: str) -> str:

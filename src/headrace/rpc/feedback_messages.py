@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.errors import WireError
 from headrace.rpc import feedback_pb2 as pb
-from headrace.rpc.feedback import Event
+from headrace.rpc.feedback import Event, check_count
 
 SERVICE = "headrace.feedback.v1.Feedback"
 RETRY_AFTER = "retry-after-ms"
@@ -40,21 +40,24 @@ def request_of(events: Iterable[Event], number: int = 0) -> pb.PublishRequest:
     return pb.PublishRequest(events=[_message(event) for event in events], number=number)
 
 
-def parse(body: bytes) -> tuple[int, list[Event | str]]:
+def parse(body: bytes, *, events_max: int) -> tuple[int, list[Event | str]]:
     """Number and events of a serialised batch; in place of a malformed event, what is wrong with it. Raises
-    WireError when the whole is no batch."""
+    WireError when the whole is no batch, FeedbackError when it holds more than `events_max`: known before the
+    events are looked at."""
     try:
         request = pb.PublishRequest.FromString(body)
     except DecodeError:
-        return _parse_one_by_one(body)
+        return _parse_one_by_one(body, events_max)
+    check_count(len(request.events), events_max)
     return request.number, [event_of(message) for message in request.events]
 
 
-def _parse_one_by_one(body: bytes) -> tuple[int, list[Event | str]]:
+def _parse_one_by_one(body: bytes, events_max: int) -> tuple[int, list[Event | str]]:
     try:
         raw = pb.RawPublishRequest.FromString(body)
     except DecodeError as error:
         raise WireError(f"batch: expected a PublishRequest, got {len(body)} bytes: {error}") from error
+    check_count(len(raw.events), events_max)
     events: list[Event | str] = []
     for encoded in raw.events:
         try:
