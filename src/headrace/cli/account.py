@@ -48,8 +48,8 @@ code 1 when the two sides differ in any unit (the first ten are listed, with --a
 rollouts were; `set aside` are the others (zero_advantage, quarantined, empty, and suggestions that nobody
 judged: never_shown, superseded, continued). Of each source, long rollouts (above the median length) are
 tested against the others with Fisher's exact test, one-sided, twice: lost on their way (failed, incomplete,
-malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p < 0.01 is a warning. A group
-that closed with nothing has no known length and is left out."""
+malformed) of all; lost at the trainer (stale, over_long) of those not set aside. p < 0.01 is a warning. A
+group that closed with nothing has no known length and is left out."""
 
 SNAPSHOT_TRIES = 20
 SNAPSHOT_PAUSE_S = 0.05
