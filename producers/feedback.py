@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,8 +104,11 @@ def pseudonyms_of(config: GatewayConfig) -> pseudonyms.Pseudonyms:
 
 
 def check_reach(config: GatewayConfig, *, open_to_all: bool) -> None:
-    """Raises ConfigError for a gateway that other machines reach without a token, or in plain text."""
+    """Raises ConfigError for an address that is none, and for a gateway that other machines reach without a
+    token, or in plain text."""
     for name, address in (("grpc", config.grpc), ("http", config.http)):
+        if not re.fullmatch(r".+:[0-9]+", address):
+            raise ConfigError(f"gateway.{name}: expected an address HOST:PORT, got {address!r}")
         if is_loopback(address):
             continue
         if open_to_all:
@@ -119,6 +123,11 @@ def check_reach(config: GatewayConfig, *, open_to_all: bool) -> None:
 
 
 def _tls(config: GatewayConfig) -> tuple[grpc.ServerCredentials | None, ssl.SSLContext | None]:
+    if bool(config.tls_cert) != bool(config.tls_key) or (config.tls_client_ca and not config.tls_cert):
+        raise ConfigError(
+            "gateway.tls_cert, tls_key: expected both or neither, and both for tls_client_ca, got "
+            f"{config.tls_cert!r}, {config.tls_key!r}, {config.tls_client_ca!r}"
+        )
     if not config.tls_cert:
         return None, None
     try:

@@ -4,7 +4,7 @@ Tabby sends no clock, but `elapsed`, and no id of the event: one view can be sel
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -58,7 +58,9 @@ def suggestion_of(completion_id: str, choice_index: int) -> str:
     return completion_id if choice_index == 0 else f"{completion_id}.{choice_index}"
 
 
-def log_line(line: Mapping[str, Any], *, user: str = "", client: str = "") -> list[Event]:
-    """A line of a recorded log: the body, with `time_ms` beside it if it was noted."""
-    body = {key: value for key, value in line.items() if key != "time_ms"}
-    return events(body, now_ms=int(line.get("time_ms", 0)), user=user, client=client)
+def log_line(line: object, *, user: str = "", client: str = "") -> list[Event]:
+    """A line of a recorded log: the body, with `time_ms` beside it if it was noted. Raises WireError."""
+    time_ms = line.get("time_ms", 0) if isinstance(line, Mapping) else 0
+    if not isinstance(time_ms, int):
+        raise WireError(f"tabby: time_ms: expected a whole number, got {time_ms!a}")
+    return events(line, now_ms=time_ms, user=user, client=client)

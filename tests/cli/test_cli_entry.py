@@ -135,6 +135,31 @@ def test_looking_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "expected a run" in capsys.readouterr().err
 
 
+def test_a_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What misses a run says how one is made; done so, it is there, under the name of its directory; a second
+    time changes nothing."""
+    run_dir = tmp_path / "my run"
+    assert main(["status", "--run-dir", str(run_dir)]) == 2
+    assert f"a new one: headrace topics create --run-dir {run_dir}" in capsys.readouterr().err
+    assert main(["topics", "create"]) == 2
+    assert "expected --run-dir DIR" in capsys.readouterr().err
+    assert main(["topics", "create", "--run-dir", str(run_dir), "--trainer.lr", "3e-6"]) == 0
+    before = (run_dir / "run.toml").read_text()
+    assert 'name = "my-run"' in before and "lr = 3e-06" in before
+    assert main(["topics", "create", "--run-dir", str(run_dir)]) == 0
+    assert main(["status", "--run-dir", str(run_dir)]) == 0
+    assert (run_dir / "run.toml").read_text() == before
+
+
+def test_a_wrong_choice_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that an option does not know is answered with those that it knows."""
+    with pytest.raises(SystemExit) as ended:
+        main(["feedback", "replay-log", "x", "--format", "emacs"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "argument --format: invalid choice: 'emacs'" in told and "vscode" in told
+
+
 def test_absent_kafka_is_said_within_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a broker a command ends within 10 s, with exit code 4 and the address in one line."""
     started_s = time.monotonic()

@@ -202,6 +202,60 @@ def test_an_unknown_id(address: str, capsys: pytest.CaptureFixture[str]) -> None
     assert f"groups here are {group(0)!r} to {group(1)!r}" in capsys.readouterr().err
 
 
+def test_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the editor said, in words, what came too late, and what the canary was told."""
+    topic, key, asked = step(7, 0)
+    assert isinstance(asked, r.RolloutStep)
+    signals = [
+        r.Feedback(run=RUN, event_id=kind, suggestion_id=key, kind=kind, editor_ms=0, **told)  # type: ignore[arg-type]
+        for kind, told in (
+            ("shown", {"continues": "old"}),
+            ("partially_accepted", {"accepted_length": 9}),
+            ("persisted", {"persisted_s": 30, "difference": 0.125}),
+        )
+    ]
+    shown = r.Exposure(
+        run=RUN,
+        group_id=key,
+        version=3,
+        cohort="canary",
+        user="",
+        region="eu",
+        silent=False,
+        shown=True,
+        accepted=0.6875,
+        reward=0.5,
+        latency_ms=9,
+        opened_ms=START_MS,
+        closed_ms=START_MS,
+    )
+    log = [
+        (topic, key, msgspec.structs.replace(asked, source="live", worker="inference-0")),
+        ("feedback", key, signals[0]),
+        ("feedback", key, signals[1]),
+        reward(7, 0, 0.5),
+        ("exposures", key, shown),
+        ("feedback", key, signals[2]),
+    ]
+    address = asyncio.run(write(tmp_path / "log", log))
+    assert [(s["station"], s["what"]) for s in told(capsys, key, "--bus", address)["stations"]] == [
+        ("rolled out", "member 0 turn 0: 2 tokens (v0), passed, by inference-0"),
+        ("signal", "shown, continues old"),
+        ("signal", "partially_accepted, 9 characters"),
+        ("rewarded", "member 0 tests = 0.5"),
+        ("compared", "v3 as canary: shown, 68.8 % accepted"),
+        ("signal", "persisted, after 30 s, 12.5 % changed, late"),
+    ]
+    assert main(["trace", key, "--bus", address]) == 0
+    assert capsys.readouterr().out.startswith(f"suggestion {key}\n")
+    assert main(["trace", f"{key}1", "--bus", address]) == 2
+    assert f"did you mean {key!r}?" in capsys.readouterr().err
+    assert main(["trace", "zzz", "--bus", address]) == 2
+    assert f"a suggestion here is {key!r} (headrace tail exposures)" in capsys.readouterr().err
+    assert main(["trace", "", "--bus", address]) == 2
+    assert "ID: expected a group, GROUP/MEMBER, suggestion, or event id, got ''" in capsys.readouterr().err
+
+
 def test_the_screen_is_inert(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

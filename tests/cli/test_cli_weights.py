@@ -85,7 +85,12 @@ def test_a_release_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     listed = " ".join(run("list").split())  # the last column is broken over lines
     assert "local/r0 canary" in listed
     assert "hand: promote: looks good" in listed
-    assert json.loads(run("revoke", "3", "--json")) == {"version": 3, "act": "revoke", "state": "revoked"}
+    assert json.loads(run("revoke", "3", "--json")) == {
+        "version": 3,
+        "act": "revoke",
+        "state": "revoked",
+        "users_have": 2,
+    }
     assert run("pin", "1") == "version 1: pinned: all users\n"
     assert run.states()[2] == "was stable"
     assert run("unpin", "1") == "version 1: stable: all users\n"
@@ -122,7 +127,7 @@ def test_without_gradual_release(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run.states()[4] == "newest: all users"
     assert "headrace weights pin 2 holds it" in run.refused("promote", "2")
     assert run("pin", "2") == "version 2: pinned: all users\n"
-    assert run("unpin", "2") == "version 2: was stable\n"
+    assert run("unpin", "2") == "version 2: was stable; users have 4\n"
     run("revoke", "4")
     assert run.states()[3] == "stable: all users"
 

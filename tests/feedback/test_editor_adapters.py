@@ -48,6 +48,13 @@ def vscode_call(call: str, **more: Any) -> dict[str, Any]:
     return {"call": call, "id": "s1", "time_ms": 5, "session": "w1", **more}
 
 
+@pytest.mark.parametrize("line", [[1], "x", None, {"type": "view", "completion_id": "c", "time_ms": "noon"}])
+def test_a_line_of_a_tabby_log_that_is_none(line: object) -> None:
+    """What is no object, or has no clock where one should be, is a named error."""
+    with pytest.raises(WireError, match="tabby: "):
+        tabby.log_line(line)
+
+
 def test_vscode_life_cycle() -> None:
     """Shown, two words, all of it: lengths stay cumulative UTF-16 units, through emoji and CJK."""
     partial = "handleDidPartiallyAcceptCompletionItem"

@@ -91,13 +91,15 @@ def test_replay_log(place: GatewayProcess, tmp_path: Path) -> None:
         {"call": "handleEndOfLifetime", "id": "v-1", "reason": {"kind": 2, "supersededBy": {"id": "v-2"}}},
         {"call": "handleEndOfLifetime", "id": "v-1", "reason": {"kind": 9}},
     ]
-    log.write_text("\n".join(json.dumps(line) for line in lines) + "\nnot json\n")
+    log.write_bytes("\n".join(json.dumps(line) for line in lines).encode() + b"\nnot json\n\xff\n[1]\n")
     words = ("feedback", "replay-log", str(log), "--format", "vscode", "--user", "ada")
     for _ in range(2):
         done = headrace(place, tmp_path, *words, "--json")
         told = json.loads(done.stdout)
-        assert (done.returncode, told["sent"], told["refused"], told["waiting"]) == (12, 2, 2, 0), done.stderr
-        assert [reason.split(": ")[0] for reason in told["reasons"]] == [f"{log}:3", f"{log}:4"]
+        assert (done.returncode, told["sent"], told["refused"], told["waiting"]) == (12, 2, 4, 0), done.stderr
+        assert [reason.split(": ")[0] for reason in told["reasons"]] == [
+            f"{log}:{number}" for number in (3, 4, 5, 6)
+        ]
     mine = {r.kind: r for r in on_topic(place).values() if r.suggestion_id == "v-1"}
     assert sorted(mine) == ["ignored", "shown"]
     assert mine["ignored"].superseded_by == "v-2"
@@ -121,7 +123,8 @@ def test_own_log_with_code_and_forget(place: GatewayProcess, tmp_path: Path) -> 
     assert (done.returncode, "keys under other secrets (r1)" in done.stderr) == (1, True)
     done = headrace(place, tmp_path, "gateway", "forget", "zoe")
     assert (done.returncode, "key destroyed" in done.stdout, "zoe" in done.stdout) == (0, True, False)
-    assert headrace(place, tmp_path, "gateway", "forget", "zoe").returncode == 1
+    done = headrace(place, tmp_path, "gateway", "forget", "zoe", "--json")
+    assert (done.returncode, json.loads(done.stdout)["destroyed"]) == (1, False)
     assert headrace(place, tmp_path, "gateway", "forget").returncode == 2
 
 
@@ -138,9 +141,38 @@ def test_what_is_not_acknowledged_waits(place: GatewayProcess, tmp_path: Path) -
     assert done.returncode == 12
     assert "1 still waiting" in done.stdout
     assert "waiting: " in done.stderr
+    assert str(tmp_path / "b.db") in done.stderr
     done = headrace(place, tmp_path, *words, "late-2")
     assert (done.returncode, done.stdout) == (0, "2 acknowledged, 0 refused, 0 still waiting\n"), done.stderr
     assert {"late-1", "late-2"} <= set(on_topic(place))
+
+
+def test_what_waits_for_one_gateway_goes_to_no_other(place: GatewayProcess, tmp_path: Path) -> None:
+    """Each gateway has a buffer of its own unless told otherwise; what stands in the way is told early."""
+    code = (
+        "import headrace.cli, headrace.cli.feedback as f, sys\n"
+        "f.FLUSH_S, f.TELL_S = 2.0, 0.2\n"
+        "sys.exit(headrace.cli.main(sys.argv[1:]))"
+    )
+    words = (
+        "feedback",
+        "send",
+        "s-3",
+        "persisted",
+        "--persisted-s",
+        "30",
+        "--difference",
+        "0.5",
+        "--event-id",
+    )
+    done = ran(tmp_path, sys.executable, "-c", code, *words, "elsewhere", "--gateway", "http://127.0.0.1:9")
+    assert done.returncode == 12
+    assert "not acknowledged yet, trying for 2 s: 127.0.0.1:9" in done.stderr
+    done = headrace(place, tmp_path, *words, "here")
+    assert (done.returncode, done.stdout) == (0, "1 acknowledged, 0 refused, 0 still waiting\n"), done.stderr
+    found = on_topic(place)
+    assert "elsewhere" not in found
+    assert (found["here"].persisted_s, found["here"].difference) == (30, 0.5)
 
 
 def test_examples(tmp_path: Path) -> None:

@@ -219,7 +219,11 @@ def said(one: socket.socket) -> bytes:
     [
         ({"grpc": "0.0.0.0:0"}, "gateway.grpc: expected tokens"),
         ({"http": "[::]:0", "tokens_file": "given"}, "gateway.http: expected gateway.tls_cert"),
-        ({"tls_cert": "missing.pem"}, "gateway.tls_cert"),
+        ({"tls_cert": "missing.pem", "tls_key": "missing.pem"}, "gateway.tls_cert.*cannot be read"),
+        ({"tls_cert": "missing.pem"}, "gateway.tls_cert, tls_key: expected both or neither"),
+        ({"tls_key": "missing.pem"}, "gateway.tls_cert, tls_key: expected both or neither"),
+        ({"tls_client_ca": "missing.pem"}, "expected both or neither, and both for tls_client_ca"),
+        ({"http": "localhost"}, "gateway.http: expected an address HOST:PORT, got 'localhost'"),
         ({"grpc": "127.0.0.1:notaport"}, "gateway.grpc: expected an address"),
         ({"http": "127.0.0.1:notaport"}, "gateway.http: expected an address"),
     ],

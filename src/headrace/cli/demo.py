@@ -10,7 +10,6 @@ demo with its name and the end of its log. Not here: how processes are kept (`su
 
 import argparse
 import asyncio
-import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -72,14 +71,12 @@ def _settled(args: argparse.Namespace) -> Place:
     """The run's place, with a name of its own and what this demo was told."""
     from headrace.cli import online_loop
 
-    named = "run.name" in args.dotted or (args.run_dir / tree.RUN_FILE).is_file() or args.config
+    named = options.is_named(args)
     if args.online and not (args.run_dir / tree.RUN_FILE).is_file():
         args.config = [ONLINE_FILE, *args.config]
     where = options.place(args, new=True)
-    run, demo = where.settings.run, where.settings.demo
-    if not named:
-        # Several runs may share one Kafka: each needs its own name.
-        run = msgspec.structs.replace(run, name=re.sub(r"[^A-Za-z0-9_.-]+", "-", args.run_dir.name))
+    run = where.settings.run if named else tree.named_after(args.run_dir, where.settings.run)
+    demo = where.settings.demo
     if args.minutes is not None:
         demo = msgspec.structs.replace(demo, minutes=args.minutes)
     if args.workers is not None:

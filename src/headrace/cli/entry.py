@@ -157,7 +157,7 @@ def _command_module(name: str) -> ModuleType:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, with the nearest command when one is misspelt."""
-        word = message.partition("invalid choice: '")[2].partition("'")[0]
+        word = message.partition("argument COMMAND: invalid choice: '")[2].partition("'")[0]
         near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5) if word else []
         if near:
             message = f"unknown command {word!r}: did you mean {near[0]!r}?"

@@ -1,13 +1,16 @@
 """`headrace feedback send SUGGESTION KIND` and `headrace feedback replay-log FILE --format vscode`: publish
 through the client that plug-ins use.
 
-What no gateway has acknowledged at the end stays in the buffer file and goes out with the next command.
+What no gateway has acknowledged at the end stays in the buffer file and goes out with the next command to the
+same gateway.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,21 +26,43 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "HEADRACE_FEEDBACK_TOKEN"
 FORMATS = ("headrace", "tabby", "vscode", "continue", "copilot")
 FLUSH_S = 30.0
+TELL_S = 2.0
 DETAIL = f"""  headrace feedback send SUGGESTION accepted --length 31 --user ada
   headrace feedback replay-log editor.jsonl --format vscode --user ada
-The token is taken from ${TOKEN_VARIABLE}."""
+SUGGESTION is the id that the completion was asked for with (docs/feedback.md). The token is taken
+from ${TOKEN_VARIABLE}. What is not acknowledged within {FLUSH_S:.0f} s (exit code 12) waits in a
+file, and goes out with the next command to the same gateway."""
+MEASURES: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "persisted_s": (int, "SECONDS", "looked at so long after the accept"),
+    "difference": (float, "SHARE", "of the accepted text that is gone by then, 0 to 1"),
+    "superseded_by": (str, "SUGGESTION", "the one that took its place"),
+    "continues": (str, "SUGGESTION", "the earlier one of which this one shows the rest"),
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     acts = parser.add_subparsers(dest="act", metavar="send|replay-log", required=True)
     send = acts.add_parser("send", help="one event", allow_abbrev=False)
-    send.add_argument("suggestion", metavar="SUGGESTION")
-    send.add_argument("kind", metavar="KIND", help="shown, accepted, partially_accepted, rejected, ...")
-    send.add_argument("--length", type=int, metavar="UTF16", help="accepted length, cumulative")
+    send.add_argument("suggestion", metavar="SUGGESTION", help="its id")
+    send.add_argument(
+        "kind",
+        metavar="KIND",
+        help="shown, accepted, partially_accepted, rejected, ignored, undone or persisted",
+    )
+    send.add_argument(
+        "--length", type=int, metavar="UTF16", help="accepted so far, in UTF-16 code units from the start"
+    )
+    for name, (kind, metavar, what) in MEASURES.items():
+        send.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=what)
     send.add_argument("--event-id", metavar="ID", help="of the event (default: a new one)")
     replay = acts.add_parser("replay-log", help="a recorded log, one JSON object a line", allow_abbrev=False)
     replay.add_argument("file", metavar="FILE", help="- for standard input")
-    replay.add_argument("--format", choices=FORMATS, default="headrace")
+    replay.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="headrace",
+        help="who wrote it (docs/editors/); default: %(default)s",
+    )
     replay.add_argument("--with-text", action="store_true", help="publish code too: the user opted in")
     for act in (send, replay):
         act.add_argument(
@@ -46,7 +71,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         act.add_argument("--user", default="", help="whom the editor belongs to (default: the token's name)")
         act.add_argument("--client", default="", metavar="NAME/VERSION", help="the editor")
         act.add_argument("--ca-file", type=Path, metavar="PEM", help="whose certificates are trusted")
-        act.add_argument("--buffer", type=Path, metavar="FILE", help="what is not acknowledged waits here")
+        act.add_argument(
+            "--buffer",
+            type=Path,
+            metavar="FILE",
+            help="what is not acknowledged waits here (default: one a gateway, in ~/.cache/headrace)",
+        )
         options.run_arguments(act)
 
 
@@ -54,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
     from headrace.producers.client import FeedbackClient
 
     refused: list[str] = []
+    address, buffer = _target(args)
     client = FeedbackClient(
-        args.gateway or f"http://{addresses_of(options.place(args).home)[1]}",
-        buffer=args.buffer or _default_buffer(),
+        address,
+        buffer=buffer,
         user=args.user,
         client=args.client,
         token=os.environ.get(TOKEN_VARIABLE, ""),
@@ -67,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     before = client.status()
     try:
         (_send if args.act == "send" else _replay)(client, args, refused)
-        client.flush(FLUSH_S)
+        _flush(client)
         after = client.status()
     finally:
         client.close(0.0)
@@ -76,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         "refused": len(refused),
         "waiting": after.waiting,
         "error": after.last_error,
+        "buffer": str(buffer),
     }
     _tell(done, refused, as_json=args.json)
     return FeedbackError.exit_code if after.waiting or refused else 0
@@ -90,10 +122,22 @@ def _tell(done: dict[str, Any], refused: list[str], *, as_json: bool) -> None:
         print(f"  refused {line}", file=sys.stderr)
     if done["waiting"]:
         print(f"  waiting: {done['error'] or 'no answer yet'}", file=sys.stderr)
+        print(f"  kept in {done['buffer']} for the next command to this gateway", file=sys.stderr)
+
+
+def _flush(client: "FeedbackClient") -> None:
+    """Sends for `FLUSH_S` at most; says what stands in the way as soon as something does."""
+    end_s, told = time.monotonic() + FLUSH_S, ""
+    while not client.flush(max(0.0, min(TELL_S, end_s - time.monotonic()))) and time.monotonic() < end_s:
+        error = client.status().last_error
+        if error and error != told:
+            print(f"headrace: not acknowledged yet, trying for {FLUSH_S:.0f} s: {error}", file=sys.stderr)
+            told = error
 
 
 def _send(client: "FeedbackClient", args: argparse.Namespace, refused: list[str]) -> None:
     fields = {"accepted_length": args.length, "event_id": args.event_id}
+    fields |= {name: getattr(args, name) for name in MEASURES}
     client.publish(
         suggestion_id=args.suggestion,
         kind=args.kind,
@@ -141,16 +185,26 @@ def _own(line: object, args: argparse.Namespace) -> "Event":
     )
 
 
-def _lines(name: str) -> Iterator[tuple[int, str]]:
+def _lines(name: str) -> Iterator[tuple[int, bytes]]:
     if name == "-":
-        yield from ((n, line) for n, line in enumerate(sys.stdin, 1) if line.strip())
+        yield from ((n, line) for n, line in enumerate(sys.stdin.buffer, 1) if line.strip())
         return
-    with Path(name).open(encoding="utf-8") as file:
+    with Path(name).open("rb") as file:
         yield from ((n, line) for n, line in enumerate(file, 1) if line.strip())
 
 
-def _default_buffer() -> Path:
+def _target(args: argparse.Namespace) -> tuple[str, Path]:
+    """The gateway's address, and the buffer: by default a file for each gateway, so that nothing that waits
+    for one goes to another."""
+    if args.gateway:
+        address, place = args.gateway, args.gateway
+    else:
+        home = options.place(args).home
+        address, place = f"http://{addresses_of(home)[1]}", str(home.resolve())
+    if args.buffer:
+        return address, args.buffer
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):
         raise ConfigError(f"XDG_CACHE_HOME: expected an absolute path, got {cache!r}")
-    return Path(cache) / "headrace" / "feedback.db"
+    name = hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:12]
+    return address, Path(cache) / "headrace" / f"feedback-{name}.db"

@@ -102,6 +102,7 @@ def _earlier(earlier: str, configured: str) -> str:
 
 
 def _forget(where: Place, args: argparse.Namespace) -> int:
+    """0; 1 when no key of the user is there."""
     from headrace.producers import feedback
     from headrace.producers.gateway.text_keys import TextKeys
 
@@ -120,11 +121,13 @@ def _forget(where: Place, args: argparse.Namespace) -> int:
             "names: forget again with each of those as gateway.secret_file",
             file=sys.stderr,
         )
-    if not gone:
+    if args.json:
+        options.print_json({"user": user, "destroyed": gone, "other_secrets": others})
+    elif gone:
+        print(f"{user}: key destroyed; what this user's events stored under it is unreadable from now on")
+    else:
         print(
             f"headrace: {user}: no key: nothing that this user's events stored under it is readable",
             file=sys.stderr,
         )
-        return 1
-    print(f"{user}: key destroyed; what this user's events stored under it is unreadable from now on")
-    return 0
+    return 0 if gone else 1

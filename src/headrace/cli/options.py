@@ -90,18 +90,30 @@ def place(args: argparse.Namespace, *, new: bool = False) -> Place:
     if run_dir is None and not by_bus and not args.config:
         run_dir = newest_run()
     if run_dir is not None and not by_bus and not (run_dir / tree.RUN_FILE).is_file():
-        raise ConfigError(f"{run_dir}: expected a run (a directory with {tree.RUN_FILE}), found none")
+        raise ConfigError(
+            f"{run_dir}: expected a run (a directory with {tree.RUN_FILE}), found none (a new one: "
+            f"headrace topics create --run-dir {run_dir})"
+        )
     settings = tree.load(run_dir, files=args.config, flags=flags)
     if not settings.bus.address and not new:
         raise ConfigError("--run-dir or --bus: expected one of them, got neither")
     return Place(settings, run_dir)
 
 
+def is_named(args: argparse.Namespace) -> bool:
+    """Whether the run at `args.run_dir`, or the arguments, may have given it a name."""
+    known = (Path(args.run_dir) / tree.RUN_FILE).is_file()
+    return known or "run.name" in args.dotted or bool(args.config)
+
+
 def newest_run(parent: Path = Path("runs")) -> Path:
     """The run directory in `parent` that was started last. Raises ConfigError when there is none."""
     found = sorted(parent.glob(f"*/{tree.RUN_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ConfigError(f"--run-dir: expected a run's directory, got none and ./{parent} holds no run")
+        raise ConfigError(
+            f"--run-dir: expected a run's directory, got none and ./{parent} holds no run (a new one: "
+            f"headrace topics create --run-dir {parent}/NAME)"
+        )
     return found[-1].parent
 
 
@@ -143,7 +155,10 @@ def _expect_file(address: str) -> None:
     """A command that looks must not create the log that it looks for."""
     path = address.removeprefix("sqlite:")
     if path not in (address, ":memory:") and not Path(path).is_file():
-        raise ConfigError(f"{path}: expected the log of a run, found no file")
+        raise ConfigError(
+            f"{path}: expected the log of a run, found no file (a new one: "
+            f"headrace topics create --bus {address})"
+        )
 
 
 def with_bus(act: Callable[[Bus, Place], Coroutine[Any, Any, int]], where: Place) -> int:

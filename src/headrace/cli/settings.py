@@ -5,6 +5,7 @@ Not here: the settings of the parts (`<folder>/config.py`), merging and checking
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,6 +126,11 @@ def _placed(settings: Settings, run_dir: Path) -> Settings:
         relay=msgspec.structs.replace(settings.relay, stage_dir=str(home / settings.relay.stage_dir)),
         gateway=msgspec.structs.replace(settings.gateway, home=str(home / settings.gateway.home)),
     )
+
+
+def named_after(run_dir: Path, run: RunConfig) -> RunConfig:
+    """`run` with the name of its directory: several runs may share one Kafka, each needs its own."""
+    return msgspec.structs.replace(run, name=re.sub(r"[^A-Za-z0-9_.-]+", "-", run_dir.resolve().name))
 
 
 def save(settings: Settings, run_dir: Path) -> Path:

@@ -55,6 +55,11 @@ class Story:
         return [item.record for item in self.told if isinstance(item.record, r.GroupFailed)]
 
     @property
+    def live(self) -> bool:
+        """It is a suggestion to an editor."""
+        return any(step.source == "live" for step in self.steps)
+
+    @property
     def experience(self) -> r.Experience | None:
         return next((item.record for item in self.told if isinstance(item.record, r.Experience)), None)
 

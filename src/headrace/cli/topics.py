@@ -1,4 +1,5 @@
-"""`headrace topics`: what lies on the bus; `headrace topics create`: the topics as they are defined.
+"""`headrace topics`: what lies on the bus; `headrace topics create`: the topics as they are defined,
+and a run directory that has no settings yet gets them.
 
 Lag of a consumer group: records from its committed position to the end; markers of transactions count, so a
 group that has read all may show a few.
@@ -7,15 +8,18 @@ group that has read all may show a few.
 import argparse
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.bus.protocol import Bus, Difference, PartitionInfo, TopicPartition
 from headrace.cli import options, shown
+from headrace.cli import settings as tree
 from headrace.cli.options import Place
+from headrace.errors import ConfigError
 from headrace.wire.topics import TOPICS
 
 DETAIL = """With `create`, makes the missing topics with the settings of their definitions, and reports the
-settings that differ on topics that exist (exit code 1); those are left alone."""
-
-WIDTH_MAX = 10_000
+settings that differ on topics that exist (exit code 1); those are left alone. `create --run-dir DIR` begins
+a run: DIR/run.toml is written if it isn't there, from --config and flags."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     where = options.place(args, new=args.act == "create")
     if args.act == "create":
-        return _create(where, args.json)
+        return _create(where, args)
     return options.with_bus(lambda bus, _: _list(bus, args.json), where)
 
 
@@ -75,40 +79,46 @@ async def _list(bus: Bus, as_json: bool) -> int:
         for row in table:
             options.print_json({name: getattr(row, name) for name in TopicRow.__slots__})
         return 0
-    from rich.console import Console
-    from rich.table import Table
+    from headrace.cli.tables import draw
 
-    drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("topic", no_wrap=True)
-    for column in ("partitions", "records", "bytes"):
-        drawn.add_column(column, justify="right", no_wrap=True)
-    drawn.add_column("lag by consumer group", no_wrap=True)
-    for row in table:
-        lag = ", ".join(f"{group} {count:,}" for group, count in row.lag.items())
-        drawn.add_row(row.topic, str(row.partitions), f"{row.records:,}", shown.size(row.bytes), lag or "-")
-    # As wide as it is: a row stays one line for `grep`, and numbers stay whole on a narrow terminal.
-    console = Console()
-    wanted = console.measure(drawn, options=console.options.update(width=WIDTH_MAX)).maximum
-    console = Console(width=max(console.width, wanted))
-    with console.capture() as captured:
-        console.print(drawn)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    drawn = [
+        (
+            row.topic,
+            row.partitions,
+            row.records,
+            shown.size(row.bytes),
+            ", ".join(f"{group} {count:,}" for group, count in row.lag.items()) or None,
+        )
+        for row in table
+    ]
+    columns = ("topic", ">partitions", ">records", ">bytes", "lag by consumer group")
+    print("\n".join(draw(columns, drawn)))
     return 0
 
 
-def _create(where: Place, as_json: bool) -> int:
+def _create(where: Place, args: argparse.Namespace) -> int:
+    """0; 1 when settings of topics differ."""
     import asyncio
 
     async def act() -> list[Difference]:
         async with options.opened(where, new=True) as bus:
             return await bus.create_topics(list(TOPICS.values()))
 
+    if not where.settings.bus.address:
+        raise ConfigError("topics create: expected --run-dir DIR (a new run) or --bus ADDRESS, got neither")
+    if where.run_dir is not None and not (where.run_dir / tree.RUN_FILE).is_file():
+        run = (
+            where.settings.run
+            if options.is_named(args)
+            else tree.named_after(where.run_dir, where.settings.run)
+        )
+        tree.save(msgspec.structs.replace(where.settings, run=run), where.run_dir)
     differences = asyncio.run(act())
     for found in differences:
-        if as_json:
+        if args.json:
             options.print_json({name: getattr(found, name) for name in found.__slots__})
         else:
             print(f"{found.topic}: {found.setting}: expected {found.expected}, found {found.found}")
-    if not as_json and not differences:
+    if not args.json and not differences:
         print(f"{len(TOPICS)} topics as defined on {where.settings.bus.address}")
     return 1 if differences else 0

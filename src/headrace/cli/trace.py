@@ -18,12 +18,13 @@ from headrace.cli.story import OWN, Story, find
 from headrace.errors import ConfigError, WireError
 from headrace.wire import records as r
 from headrace.wire.codec import at
-from headrace.wire.topics import PROMPTS, TOPICS
+from headrace.wire.topics import EXPOSURES, PROMPTS, TOPICS
 
 DETAIL = """ID is a group (demo-0000042), one rollout of it (demo-0000042/3), a suggestion, or the id of an
 event (header ce_id). Shown: written, rolled out (each turn, with the weights of its tokens), rewarded,
-joined, trained or dropped and why, announced, served; dead letters of it too. `since` counts from its
-first record. Served: each replica's first weights with the unit in them."""
+joined, trained or dropped and why, announced, served; dead letters of it too. Of a suggestion also what
+its editor said (`late`: after it was judged). `since` counts from its first record. Served: each replica's
+first weights with the unit in them. Ids of suggestions: headrace tail exposures."""
 
 NEAREST_OF = 5_000
 """Newest group ids among which a misspelt one is looked for."""
@@ -61,6 +62,8 @@ async def _trace(bus: Bus, args: argparse.Namespace) -> int:
 
 async def resolve(bus: Bus, name: str) -> Found:
     """The story behind an id. Raises ConfigError for one that the log does not know, with the nearest."""
+    if not name:
+        raise ConfigError("ID: expected a group, GROUP/MEMBER, suggestion, or event id, got ''")
     story = await find(bus, name)
     if story.told:
         return Found(story)
@@ -85,7 +88,7 @@ async def _by_event(bus: Bus, name: str) -> Found:
     progress = Progress(
         "looking for the event", sum(info.records for parts in topics.values() for info in parts)
     )
-    groups: deque[str] = deque(maxlen=NEAREST_OF)
+    groups, suggestions = (deque[str](maxlen=NEAREST_OF) for _ in range(2))
     hit = None
     async for delivery in whole_log(bus, topics, progress):
         key = (delivery.key or b"").decode(errors="replace")
@@ -94,9 +97,11 @@ async def _by_event(bus: Bus, name: str) -> Found:
             break
         if delivery.topic == PROMPTS.name:
             groups.append(key)
+        elif delivery.topic == EXPOSURES.name:
+            suggestions.append(key)
     progress.close()
     if hit is None:
-        raise ConfigError(_unknown(name, list(groups)))
+        raise ConfigError(_unknown(name, list(groups), list(suggestions)))
     key = (hit.key or b"").decode(errors="replace")
     if hit.topic not in OWN:
         raise ConfigError(
@@ -106,14 +111,11 @@ async def _by_event(bus: Bus, name: str) -> Found:
     return Found(await find(bus, key), event=name)
 
 
-def _unknown(name: str, groups: list[str]) -> str:
-    near = difflib.get_close_matches(name, groups, n=1, cutoff=0.6)
-    if near:
-        hint = f"did you mean {near[0]!r}?"
-    elif groups:
-        hint = f"groups here are {min(groups)!r} to {max(groups)!r}"
-    else:
-        hint = "there are no prompts on this bus"
+def _unknown(name: str, groups: list[str], suggestions: list[str]) -> str:
+    near = difflib.get_close_matches(name, groups + suggestions, n=1, cutoff=0.6)
+    known = [f"groups here are {min(groups)!r} to {max(groups)!r}"] if groups else []
+    known += [f"a suggestion here is {suggestions[-1]!r} (headrace tail exposures)"] if suggestions else []
+    hint = f"did you mean {near[0]!r}?" if near else ", ".join(known) or "there are none on this bus"
     return f"unknown id {name!r}: no group, rollout, suggestion or event has it: {hint}"
 
 
@@ -142,7 +144,7 @@ def _station(story: Story, item: Told, member: int | None) -> tuple[str, str]:
             end = f", {step.finish}" if step.last else ""
             return "rolled out", (
                 f"member {step.member} turn {step.step}: {count} tokens ({spans}){end}, "
-                f" {step.worker or '-'}{_attempt(story, step.attempt)}"
+                f"by {step.worker or '-'}{_attempt(story, step.attempt)}"
             )
         case r.GroupFailed() as failed:
             return "given up", f"{failed.reason}, by {failed.worker or '-'}{_attempt(story, failed.attempt)}"
@@ -151,12 +153,11 @@ def _station(story: Story, item: Told, member: int | None) -> tuple[str, str]:
             again = _attempt(story, reward.attempt)
             return "rewarded", f"member {reward.member} {reward.component} = {judged}{again}"
         case r.Feedback() as signal:
-            length = "" if signal.accepted_length is None else f", {signal.accepted_length} characters"
-            return "signal", f"{signal.kind}{length}"
+            judged_ms = min((reward.at_ms for reward in story.of(r.Reward)), default=item.at_ms)
+            return "signal", f"{_said(signal)}{', late' if item.at_ms > judged_ms else ''}"
         case r.Exposure() as exposure:
-            what = "silent" if exposure.silent else f"shown {exposure.shown}, accepted {exposure.accepted:g}"
             side = f" as {exposure.cohort}" if exposure.cohort else ""
-            return "compared", f"v{exposure.version}{side}: {what}"
+            return "compared", f"v{exposure.version}{side}: {_seen(exposure)}"
         case r.Experience() as experience:
             missing = f", members missing: {_numbers(experience.missing)}" if experience.missing else ""
             why = f": {experience.reason}" if experience.reason else ""
@@ -183,6 +184,26 @@ def _station(story: Story, item: Told, member: int | None) -> tuple[str, str]:
             return "unreadable", str(error)
         case other:
             return "other", type(other).__name__
+
+
+def _said(signal: r.Feedback) -> str:
+    told: list[str] = [signal.kind]
+    if signal.accepted_length is not None:
+        told.append(f"{signal.accepted_length} characters")
+    if signal.persisted_s is not None:
+        told.append(f"after {signal.persisted_s} s")
+    if signal.difference is not None:
+        told.append(f"{100 * signal.difference:.3g} % changed")
+    told += [f"superseded by {signal.superseded_by}"] if signal.superseded_by else []
+    told += [f"continues {signal.continues}"] if signal.continues else []
+    return ", ".join(told)
+
+
+def _seen(exposure: r.Exposure) -> str:
+    if exposure.silent:
+        return "silent"
+    accepted = f"{100 * exposure.accepted:.3g} % accepted" if exposure.accepted else "not accepted"
+    return f"shown, {accepted}" if exposure.shown else "not shown"
 
 
 def _answer(story: Story, step: r.TrainStep, member: int | None) -> tuple[str, str]:
@@ -255,7 +276,7 @@ def lines(found: Found) -> list[str]:
     member = "" if found.member is None else f", member {found.member}"
     ways = durations(story)
     head = [
-        f"group {story.group_id}{member}",
+        f"{'suggestion' if story.live else 'group'} {story.group_id}{member}",
         f"  fate   {story.fate(found.member)}",
         f"  first  {shown.clock(first_ms)}",
     ]

@@ -84,6 +84,11 @@ class Known:
             return "was stable"
         return "newest: rollouts" if version == release.newest else "published"
 
+    def users_have(self, mode: Mode) -> int | None:
+        """The version of all live users but a canary's."""
+        stable = self.release.serving(mode).stable
+        return self.release.newest if stable is None else stable
+
     def replicas(self, version: int) -> list[str]:
         """`local/inference-0 canary`: who said last that it serves the version."""
         found = [
@@ -194,10 +199,12 @@ async def _say(bus: Bus, where: Place, args: argparse.Namespace) -> int:
     value, headers = encode(record, source="weights", now_ms=SystemClock().now_ms())
     await bus.produce([Message(WEIGHTS.name, run_name.encode(), value, headers)])
     found.release.learn(record)
+    state, users_have = found.state(version, mode), found.users_have(mode)
     if args.json:
-        options.print_json({"version": version, "act": args.act, "state": found.state(version, mode)})
+        options.print_json({"version": version, "act": args.act, "state": state, "users_have": users_have})
     else:
-        print(f"version {version}: {found.state(version, mode)}")
+        left = args.act in ("revoke", "unpin") and users_have not in (version, None)
+        print(f"version {version}: {state}{f'; users have {users_have}' if left else ''}")
     return 0
 
 
