@@ -9,4 +9,6 @@ gateway, buffer = sys.argv[1], Path.home() / ".cache" / "my-plugin" / "feedback.
 with FeedbackClient(gateway, buffer=buffer, user="ada", client="my-plugin/1.0") as client:
     client.publish(suggestion_id="demo-live-7", kind="shown")
     client.publish(suggestion_id="demo-live-7", kind="accepted", accepted_length=31)
-# Both are in the file when `publish` returns, and leave it when the gateway has answered for them.
+    # Both are in the file when `publish` returns, and leave it when the gateway has answered for them.
+    client.flush(5.0)
+    print(client.status())
