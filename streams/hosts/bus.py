@@ -9,7 +9,7 @@ what is computed (`streams.processor`).
 import asyncio
 import logging
 from collections import Counter
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,6 +37,9 @@ _logger = logging.getLogger(__name__)
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     records_max: int = 500
     """Records in one batch, and so in one transaction."""
+    linger_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0
+    """After a transaction nothing is read for so long, unless more than a batch waits: fewer and larger
+    transactions, for outputs that much later."""
     recovery_ms: int = 60_000
     """Reading the states back may take so long."""
     unavailable_ms: int = 120_000
@@ -127,14 +130,18 @@ class PartitionHost:
             async with self._bus.reader({tp: positions[tp] for tp in self._inputs}) as reader:
                 self._log(logging.INFO, "ready", open=self._fold.open, settled=self._fold.settled)
                 while not stop.is_set():
+                    commits = self.counts["commits"]
                     try:
-                        await self._batch(reader, transactor)
+                        full = await self._batch(reader, transactor)
+                        if self.counts["commits"] > commits and not full:
+                            await _pause(stop, self._config.linger_ms / 1000)
                     except OffsetGone as error:
                         if self._config.on_gone == "stop":
                             raise
                         await self._resume(reader, error)
 
-    async def _batch(self, reader: Reader, transactor: Transactor) -> None:
+    async def _batch(self, reader: Reader, transactor: Transactor) -> bool:
+        """True when there may be more to read at once."""
         deliveries = await reader.read(records_max=self._config.records_max, wait_ms=READ_WAIT_MS)
         done: dict[TopicPartition, int] = {}
         for at_ms, delivery in in_time_order(deliveries, self._reached_ms):
@@ -146,6 +153,7 @@ class PartitionHost:
         while self._fold.advance(reached_ms):
             await self._commit(transactor, done)
         await self._commit(transactor, reader.positions() if deliveries else {})
+        return len(deliveries) == self._config.records_max
 
     def _apply(self, delivery: Delivery, at_ms: int) -> None:
         pending = self._fold.pending
@@ -255,6 +263,8 @@ def _put(states: dict[bytes, bytes], delivery: Delivery) -> None:
 
 
 async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    if not seconds:
+        return
     try:
         await asyncio.wait_for(stop.wait(), seconds)
     except TimeoutError:

@@ -80,6 +80,29 @@ def test_states_survive_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     asyncio.run(main())
 
 
+def test_a_host_that_lingers_reads_nothing_meanwhile(tmp_path: Path) -> None:
+    """After its transaction it waits for a minute: what comes then stays unread, a stop ends the wait, and
+    the next host goes on with all of it."""
+
+    async def main() -> None:
+        async with log("sqlite::memory:") as bus:
+            async with joining(bus, tmp_path, linger_ms=60_000):
+                await bus.produce(messages([prompt("g", size=1, deadline_ms=far_ms())]))
+                read: dict[TopicPartition, int] = {}
+                for _ in range(2_000):
+                    if read := await bus.committed("streams.experience", [PROMPTS.name]):
+                        break
+                    await asyncio.sleep(0.01)
+                await bus.produce(messages(rollout("g", 0)))
+                await asyncio.sleep(0.1)
+            assert sum(read.values()) == 1
+            assert sum((await bus.committed("streams.experience", [ROLLOUT_STEPS.name])).values()) == 0
+            async with joining(bus, tmp_path):
+                assert [e.closed for e in (await closed(bus, ["g"]))["g"]] == ["complete"]
+
+    asyncio.run(main())
+
+
 def test_bad_records_are_dead_lettered(tmp_path: Path) -> None:
     """Undecodable bytes, an unknown type, a bomb, a wrong key and nonsense go to dead.letters with their
     place; the group around them closes."""

@@ -52,7 +52,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A process that isn't ready after this long has failed."""
     stop_s: float = 20.0
     """A process that hasn't stopped after this long is killed."""
-    background_nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10
+    background_nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 5
     """Of an online demo: how far the trainer and the rollout workers stand back from the processor."""
     alone_s: float = 20.0
     """Of an online demo: editors without rollouts, to compare the latency."""
