@@ -6,7 +6,9 @@ import os
 import socket
 import sqlite3
 import stat
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,19 @@ NOWHERE = "http://localhost:1"
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "BACKOFF_S_MIN", 0.001)
     monkeypatch.setattr(client, "BACKOFF_S_MAX", 0.01)
+
+
+class AwayUntil(Scripted):
+    """Away until it is `back`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+
+    def send(self, events: Sequence[Event], *, timeout_s: float) -> Reply:
+        if not self.back.is_set():
+            raise FeedbackUnavailable("away")
+        return super().send(events, timeout_s=timeout_s)
 
 
 def refusal(index: int) -> Refusal:
@@ -102,8 +117,7 @@ def test_a_file_that_breaks_meanwhile(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     """`publish` raises and keeps nothing of the event; what was in the file is sent, which makes room."""
     path = tmp_path / "b.db"
-    away = [FeedbackUnavailable("away", retry_after_ms=60_000)] * 3
-    transport = Scripted(*away)
+    transport = AwayUntil()
     one = FeedbackClient(NOWHERE, buffer=path, transport=transport)
     one._buffer._db.execute("PRAGMA max_page_count = 12")
     kept = []
@@ -112,6 +126,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             one.publish(event_id=f"e{number}", suggestion_id="s", kind="shown")
             kept.append(f"e{number}")
     assert kept
+    transport.back.set()
     assert one.flush(DEADLINE_S), one.status()
     one.publish(event_id="after", suggestion_id="s", kind="shown")
     assert one.flush(DEADLINE_S)
