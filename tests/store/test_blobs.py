@@ -151,3 +151,13 @@ def test_unknown_scheme_is_a_setting_fault() -> None:
     """An address of no known kind fails at once."""
     with pytest.raises(ConfigError, match="store 'ftp://x/y'"):
         Blobs.open("ftp://x/y")
+
+
+def test_a_file_that_its_writer_finishes_meanwhile_is_not_unfinished(tmp_path: Path) -> None:
+    """It was in the listing, and has its own name by the time it is looked at."""
+    blobs = Blobs.open(f"file://{tmp_path}")
+    folder = tmp_path / "blobs" / "aa"
+    folder.mkdir(parents=True)
+    (folder / f"{64 * 'a'}#1").symlink_to(tmp_path / "renamed")
+    (folder / f"{64 * 'b'}#1").write_bytes(b"half")
+    assert [path.name for path in blobs.unfinished(1 << 60)] == [f"{64 * 'b'}#1"]

@@ -200,7 +200,7 @@ class Blobs:
             return []
         root = Path(url2pathname(urlsplit(self.address).path)) / "blobs"
         found = [path for path in root.glob("*/*#*") if _UNFINISHED.fullmatch(path.name)]
-        return [path for path in found if path.stat().st_mtime_ns // 1_000_000 < before_ms]
+        return [path for path in found if _written_ms(path, gone=before_ms) < before_ms]
 
     async def _holds(self, blob: Blob) -> bool:
         try:
@@ -259,6 +259,14 @@ async def _halves(data: bytes, between: Callable[[], None]) -> AsyncIterator[byt
 def _stored(found: "ObjectMeta") -> Stored:
     modified_ms = int(found["last_modified"].timestamp() * 1000)
     return Stored(found["path"], found["size"], modified_ms)
+
+
+def _written_ms(path: Path, *, gone: int) -> int:
+    """When the file was last written; `gone` of one that its writer has finished, and named, meanwhile."""
+    try:
+        return path.stat().st_mtime_ns // 1_000_000
+    except FileNotFoundError:
+        return gone
 
 
 def _uri(sha256: str) -> str:

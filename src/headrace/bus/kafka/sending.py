@@ -107,6 +107,8 @@ class KafkaTransactor:
             except KafkaError as error:
                 self.broken = self._connection.named(f"transaction of {self._id}", error)
                 raise self.broken from error
+            except IllegalOperation as error:
+                raise self.broken from error
             self.broken = None
             return offsets
 
@@ -121,7 +123,7 @@ class KafkaTransactor:
         try:
             sending = append(self._producer, messages, placed)
             if group is not None and positions:
-                offsets, _ = await asyncio.gather(sending, self._send_positions(group, positions))
+                offsets = await _both(sending, self._send_positions(group, positions))
             else:
                 offsets = await sending
         except BaseException:
@@ -136,6 +138,21 @@ class KafkaTransactor:
     async def _send_positions(self, group: str, positions: Positions) -> None:
         offsets = {KafkaPartition(*tp): position for tp, position in positions.items()}
         await self._producer.send_offsets_to_transaction(offsets, group)
+
+
+async def _both(sending: Awaitable[list[int]], positions: Awaitable[None]) -> list[int]:
+    """What `sending` gives, once both are done. When the producer learns of its end (fenced) by one of them,
+    the other may first meet a producer without a transaction: that is no answer, what the one raises is."""
+    calls = asyncio.ensure_future(sending), asyncio.ensure_future(positions)
+    try:
+        offsets, _ = await asyncio.gather(*calls)
+        return offsets
+    except IllegalOperation:
+        done, _ = await asyncio.wait(calls, timeout=STOP_S)
+        for error in [call.exception() for call in done]:
+            if isinstance(error, KafkaError):
+                raise error  # noqa: B904 - the cause, not what followed
+        raise
 
 
 async def place(messages: Sequence[Message], partitions: PartitionCount) -> dict[TopicPartition, list[int]]:
