@@ -102,8 +102,10 @@ def test_gateway_killed_in_mid_stream_on_kafka(tmp_path: Path, kafka: str) -> No
     asyncio.run(asyncio.wait_for(killed_in_mid_stream(tmp_path / "run", f"kafka:{kafka}", tag), WAIT_S))
 
 
-async def away_and_back(bus: Bus, home: Path, away: Callable[[], object], back: Callable[[], object]) -> None:
-    """Publishes through a client before, while and after the log is away."""
+async def away_and_back(
+    bus: Bus, home: Path, away: Callable[[], object], back: Callable[[], object], *, away_s: float = 0.0
+) -> None:
+    """Publishes through a client before, while and after the log is away, for `away_s` and a little more."""
     async with gateway(home, bus=bus) as place:
         address = f"grpc://{place.addresses.grpc}"
         client = await asyncio.to_thread(FeedbackClient, address, buffer=home / "buffer.db", user="ada")
@@ -119,6 +121,7 @@ async def away_and_back(bus: Bus, home: Path, away: Callable[[], object], back: 
                 await place.publish(request_of([event(1)]).SerializeToString())
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert RETRY_AFTER in dict(caught.value.trailing_metadata() or ())
+            await asyncio.sleep(away_s)
             await asyncio.to_thread(back)
             client.publish(event_id="after", suggestion_id="s", kind="shown")
             assert await asyncio.to_thread(client.flush, 30.0), client.status()
@@ -150,15 +153,18 @@ def test_log_locked_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.kafka
+@pytest.mark.timeout(300)
 def test_broker_away(tmp_path: Path, kafka: str) -> None:
-    """The broker is stopped for longer than the bus tries: the client keeps all, and sends it when it is
-    back."""
+    """The broker is stopped for a minute, far longer than the bus tries: the client keeps all, and sends it
+    when it is back."""
     if lack := local_kafka.missing():
         pytest.skip(f"no local broker: {lack}")
     directory = tmp_path / "kafka"
     address = local_kafka.up(directory)
 
     async def run() -> None:
+        async with KafkaBus(address) as patient:
+            await patient.create_topics([FEEDBACK])
         async with KafkaBus(address, retry_s=1.0) as bus:
             await asyncio.wait_for(
                 away_and_back(
@@ -166,8 +172,9 @@ def test_broker_away(tmp_path: Path, kafka: str) -> None:
                     tmp_path / "gw",
                     lambda: local_kafka.down(directory),
                     lambda: local_kafka.up(directory),
+                    away_s=60.0,
                 ),
-                2 * WAIT_S,
+                60.0 + 4 * WAIT_S,
             )
 
     try:
