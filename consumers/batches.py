@@ -16,6 +16,7 @@ import msgspec
 
 from headrace import log
 from headrace.bus.dead_letters import dead_letter
+from headrace.bus.ordering import in_time_order
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition
 from headrace.config import RunConfig
 from headrace.errors import OffsetGone, StoreError, StoreUnavailable, WireError
@@ -145,7 +146,8 @@ class Batches:
             deliveries = await lane.reader.read(
                 records_max=lane.steps_ahead * lane.units, wait_ms=WAIT_MS if wait else LOOK_MS
             )
-            lane.ahead.extend(_oldest_first(deliveries))
+            # A read fills up with one partition first: groups of the others would grow too old meanwhile.
+            lane.ahead.extend(delivery for _, delivery in in_time_order(deliveries, {}))
             now_s = time.monotonic()
             if not lane.ahead and not wait:
                 return False
@@ -173,17 +175,6 @@ class _Lane:
     steps_ahead: int
     ahead: deque[Delivery] = field(default_factory=deque)
     """Read and not yet taken; at most one read's worth."""
-
-
-def _oldest_first(deliveries: Sequence[Delivery]) -> list[Delivery]:
-    """All partitions merged by broker time: a read fills up with one of them first, and groups of the others
-    would grow too old meanwhile. Within a partition the order stays, whatever the broker's clock did."""
-    reached_ms: dict[TopicPartition, int] = {}
-    timed = []
-    for delivery in deliveries:
-        at_ms = reached_ms[delivery.tp] = max(delivery.timestamp_ms, reached_ms.get(delivery.tp, 0))
-        timed.append((at_ms, delivery))
-    return [delivery for _, delivery in sorted(timed, key=lambda pair: pair[0])]
 
 
 def _oldest(experience: Experience) -> int:

@@ -13,11 +13,11 @@ import msgspec
 
 from headrace import log
 from headrace.bus.dead_letters import decode_or_dead_letter
+from headrace.bus.ordering import in_time_order
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition, Transactor
 from headrace.clock import Clock, SystemClock
 from headrace.config import RunConfig
 from headrace.errors import BusUnavailable, ConfigError
-from headrace.streams.reading import in_time_order
 from headrace.streams.release import Canary, CanaryConfig, State, Stuck, stuck
 from headrace.wire.codec import encode
 from headrace.wire.records import Record

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace import log
 from headrace.bus.dead_letters import dead_letter
+from headrace.bus.ordering import in_time_order
 from headrace.bus.protocol import Bus, Delivery, Message, Reader, TopicPartition, Transactor
 from headrace.clock import Clock
 from headrace.errors import BusUnavailable, HeadraceError, OffsetGone, WireError
@@ -22,7 +23,7 @@ from headrace.store.blobs import Blobs
 from headrace.store.claims import check_in
 from headrace.streams.fold import Fold
 from headrace.streams.processor import Output, Processor
-from headrace.streams.reading import apply, in_time_order
+from headrace.streams.reading import apply
 
 OUTPUTS_MAX = 64
 """Outputs and dead letters in one transaction; each may take 1 MB."""

@@ -16,6 +16,7 @@ from faust.streams import _current_event
 from faust.types import TP
 
 from headrace.bus.dead_letters import dead_letter
+from headrace.bus.ordering import in_time_order
 from headrace.bus.protocol import Delivery, Message, TopicPartition, partition_of
 from headrace.clock import Clock
 from headrace.errors import WireError
@@ -23,7 +24,7 @@ from headrace.store.blobs import Blobs
 from headrace.store.claims import check_in
 from headrace.streams.fold import Changes, Fold
 from headrace.streams.processor import Processor
-from headrace.streams.reading import apply, in_time_order
+from headrace.streams.reading import apply
 from headrace.wire.topics import TOPICS
 
 _logger = logging.getLogger(__name__)
