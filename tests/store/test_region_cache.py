@@ -1,6 +1,7 @@
 """The region's cache against a real Redis: one fetch for all, and never the cause of a fault."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -172,6 +173,29 @@ def test_a_long_fetch_keeps_its_lock(store: Store, redis_url: str) -> None:
         answers = await asyncio.gather(*(relay.get(blob.uri, blob.sha256) for relay in found))
         assert answers == [b"abc"] * 3
         assert store.fetches == 1
+
+    run(scenario)
+
+
+def test_a_client_that_loses_a_cancellation_holds_nobody_up(store: Store, redis_url: str) -> None:
+    """The fetch ends in the middle of a renewal, whose command answers although it was cancelled, as
+    `asyncio.wait_for` of Python 3.11 does when both come at once."""
+
+    async def scenario(stack: AsyncExitStack) -> None:
+        blob = await store.blobs.put(b"abc")
+        in_renewal = asyncio.Event()
+        [relay] = await relays(stack, store, redis_url, lock_ms=30)
+
+        async def deaf(*_: object) -> bool:
+            in_renewal.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+            return True
+
+        relay._redis.pexpire = deaf  # type: ignore[assignment]
+        store.meanwhile = in_renewal.wait
+        assert await relay.get(blob.uri, blob.sha256) == b"abc"
+        assert await (await peer(stack, redis_url)).keys() == [key(blob).encode()]
 
     run(scenario)
 

@@ -88,7 +88,11 @@ class CachedBlobs:
         from redis.backoff import NoBackoff
 
         try:  # one retry: a connection that Redis closed meanwhile is no fault
-            redis = Redis.from_url(address, retry=Retry(NoBackoff(), 1))
+            # `timeout_s` is ours: the client's own goes through `asyncio.wait_for`, which loses a cancel
+            # that comes together with the answer (bpo-37658, mended in Python 3.12)
+            redis = Redis.from_url(
+                address, retry=Retry(NoBackoff(), 1), socket_timeout=None, socket_connect_timeout=None
+            )
         except ValueError as error:
             raise ConfigError(f"relay.cache: expected redis://HOST:PORT/DB or the like: {error}") from error
         return cls(
@@ -123,7 +127,8 @@ class CachedBlobs:
 
     async def _fetch(self, uri: str, sha256: str) -> bytes:
         """With the lock held. Losing it would only mean that another relay fetches too."""
-        renewal = asyncio.create_task(self._renew(sha256))
+        fetched = asyncio.Event()
+        renewal = asyncio.create_task(self._renew(sha256, fetched))
         try:
             data = await self._read(sha256, locked=True)  # filled between our look and our lock
             if data is None:
@@ -132,15 +137,16 @@ class CachedBlobs:
                     await self._fill(sha256, data)
             return data
         finally:
-            renewal.cancel()
-            await asyncio.wait([renewal])
+            fetched.set()
+            await renewal
             with contextlib.suppress(_StoreAlone):
                 await self._ask(self._redis.delete(_lock(sha256)))
 
-    async def _renew(self, sha256: str) -> None:
+    async def _renew(self, sha256: str, fetched: asyncio.Event) -> None:
+        """Never cancelled in the middle of a command: a client that loses the cancellation would renew for
+        ever."""
         with contextlib.suppress(_StoreAlone):
-            while True:
-                await asyncio.sleep(self._lock_ms / 3_000)
+            while not await _within(self._lock_ms / 3_000, fetched):
                 await self._ask(self._redis.pexpire(_lock(sha256), self._lock_ms))
 
     async def _read(self, sha256: str, *, locked: bool = False) -> bytes | None:
@@ -199,6 +205,13 @@ def _key(sha256: str) -> str:
 
 def _lock(sha256: str) -> str:
     return f"headrace:fetch:{sha256}"
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 def _sha256(data: bytes) -> str:
