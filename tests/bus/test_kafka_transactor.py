@@ -3,7 +3,13 @@
 import asyncio
 
 import pytest
-from aiokafka.errors import IllegalOperation, KafkaError, ProducerFenced
+from aiokafka.errors import (
+    IllegalOperation,
+    KafkaError,
+    NotCoordinatorForGroupError,
+    ProducerFenced,
+    UnknownError,
+)
 
 from headrace.bus.kafka.connection import Connection
 from headrace.bus.kafka.sending import KafkaTransactor
@@ -56,3 +62,19 @@ def test_the_cause_is_told_and_not_what_follows(told: KafkaError | None, expecte
                 )
 
     asyncio.run(act())
+
+
+def test_the_reason_of_a_dead_sender_is_told() -> None:
+    """aiokafka's sending task dies with a plain KafkaError; what it died of decides if trying again helps."""
+    connection = Connection("localhost:1", {}, session_ms=1000)
+    for cause, expected in (
+        (NotCoordinatorForGroupError("moved"), BusUnavailable),
+        (ProducerFenced(), Fenced),
+        (UnknownError("?"), BusError),
+        (None, BusError),
+    ):
+        error = KafkaError("Unexpected error during batch delivery")
+        error.__cause__ = cause
+        named = connection.named("transaction of id", error)
+        assert type(named) is expected
+        assert str(cause or error) in str(named) or expected is Fenced

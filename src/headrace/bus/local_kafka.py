@@ -23,6 +23,7 @@ from pathlib import Path
 from headrace.errors import BusUnavailable
 
 VERSION = "4.3.1"
+_MAIN = "kafka.Kafka"
 START_S = 60.0  # 2.4 s on an idle machine
 STOP_S = 20.0
 FETCH_S = 600.0
@@ -85,18 +86,21 @@ def up(directory: Path, port: int = 0) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / "lock"):
         now = status(directory)
-        if now.running:
+        if now.pid is not None:  # slow to answer is not away: a second one would want the same data
+            _wait_until_up(directory, now.pid, now.address)
             return now.address
         jars = fetch_jars()
         properties = directory / "server.properties"
         if not properties.exists():
             _format(directory, jars, port or _free_port())
         address = (directory / "address").read_text()
-        pid = _spawn(
-            ["java", *_JVM, *_classpath(jars), "kafka.Kafka", str(properties)], directory / "kafka.log"
-        )
+        pid = _spawn(["java", *_JVM, *_classpath(jars), _MAIN, str(properties)], directory / "kafka.log")
         (directory / "kafka.pid").write_text(str(pid))
-        _wait_until_up(directory, pid, address)
+        try:
+            _wait_until_up(directory, pid, address)
+        except BusUnavailable:
+            down(directory)
+            raise
         return address
 
 
@@ -123,7 +127,7 @@ def down(directory: Path, *, kill: bool = False) -> None:
 def status(directory: Path) -> Status:
     address = _text(directory / "address")
     pid = _text(directory / "kafka.pid")
-    if pid and _alive(int(pid)):
+    if pid and _alive(int(pid)) and _is_broker(int(pid)):
         return Status(running=_answers(address), address=address, pid=int(pid))
     return Status(running=False, address=address, pid=None)
 
@@ -200,7 +204,6 @@ def _wait_until_up(directory: Path, pid: int, address: str) -> None:
     deadline_s = time.monotonic() + START_S
     while not _answers(address):
         if not _alive(pid) or time.monotonic() > deadline_s:
-            down(directory)
             end = (directory / "kafka.log").read_text(errors="replace")[-2000:]
             raise BusUnavailable(
                 f"{directory}: expected a broker at {address} within {START_S:g} s, its log ends: {end}"
@@ -237,6 +240,14 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return not Path("/proc/self").exists()
+
+
+def _is_broker(pid: int) -> bool:
+    """False where the number of a broker that is gone has been given to another process."""
+    try:
+        return _MAIN.encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return not Path("/proc/self").exists()
 
 
 def _free_port() -> int:

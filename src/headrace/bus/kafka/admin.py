@@ -22,6 +22,7 @@ from headrace.wire.topics import FOR_EVER, Topic
 BATCH_BYTES_MAX = 1_048_588
 TOMBSTONE_MS = 86_400_000
 SETTLE_S = 3.0  # a commit's markers take a few ms, after a restart of the broker some hundreds
+SETTLE_LOOKS = 20  # where the broker itself stood still for SETTLE_S, the markers have yet to come
 
 
 def settings_of(topic: Topic) -> dict[str, str]:
@@ -103,21 +104,23 @@ class Admin:
 
         A commit is acknowledged before its markers are in the partitions: a reader would see it a moment
         later. So this waits until the committed end reaches what was written when the question came. A
-        transaction left open by a dead process is not committed: after SETTLE_S the end before it is the
-        answer.
+        transaction left open by a dead process is not committed: after SETTLE_S, and SETTLE_LOOKS, the end
+        before it is the answer.
         """
         partitions = await self._all(topics)
         written = await self._connection.call(
             "ends", lambda: _offsets(self._written_view.end_offsets, partitions)
         )
         loop = asyncio.get_running_loop()
-        deadline_s = None
+        deadline_s, looks = None, 0
         while True:
             ends = await self._connection.call(
                 "ends", lambda: _offsets(self._committed_view.end_offsets, partitions)
             )
             deadline_s = deadline_s or loop.time() + SETTLE_S
-            if all(ends[tp] >= written[tp] for tp in written) or loop.time() > deadline_s:
+            looks += 1
+            late = looks > SETTLE_LOOKS and loop.time() > deadline_s
+            if late or all(ends[tp] >= written[tp] for tp in written):
                 return ends
             await asyncio.sleep(0.005)
 

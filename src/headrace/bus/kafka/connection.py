@@ -108,6 +108,7 @@ class Connection:
 
     def named(self, what: str, error: KafkaError) -> BusError:
         """aiokafka's error as ours: Fenced, BusUnavailable if trying again can help, BusError if not."""
+        error = _reason(error)
         place = f"kafka:{self.address}: {what}"
         if isinstance(error, ProducerFenced):
             return Fenced(f"{place}: expected to hold the transactional id, a newer process took it")
@@ -121,7 +122,15 @@ async def _start(start: Callable[[], Awaitable[object]]) -> None:
     await asyncio.sleep(0)  # aiokafka can't stop a client whose tasks have not begun to run
 
 
+def _reason(error: KafkaError) -> KafkaError:
+    """What is behind a plain KafkaError: aiokafka's sending task, or its search of a coordinator, wraps what
+    it did not expect."""
+    wrapped = type(error) is KafkaError and isinstance(error.__cause__, KafkaError)
+    return error.__cause__ if wrapped else error
+
+
 def _may_pass(error: KafkaError) -> bool:
+    error = _reason(error)
     passing = (ConcurrentTransactions, KafkaTimeoutError, ProducerClosed, UnknownProducerId)
     return bool(error.retriable) or isinstance(error, passing)
 

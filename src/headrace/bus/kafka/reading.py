@@ -206,15 +206,16 @@ async def running(
 
 async def stop(consumer: AIOKafkaConsumer) -> None:
     """Stops `consumer`. With a broker gone, aiokafka lets out the cancellation of one of its own tasks
-    half-way.
+    half-way; and where it waits for its tasks, it keeps ours to itself.
     """
     me = asyncio.current_task()
+    before = me.cancelling() if me is not None else 0
     try:
         await consumer.stop()
     except asyncio.CancelledError:
-        if me is not None and me.cancelling():
-            raise
         await consumer._client.close()
+    if me is not None and me.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 async def _fetch(

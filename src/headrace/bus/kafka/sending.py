@@ -129,7 +129,8 @@ class KafkaTransactor:
         except BaseException:
             # An open transaction holds back every reader of its partitions until it times out.
             with contextlib.suppress(KafkaError, IllegalOperation, AssertionError, TimeoutError):
-                await asyncio.wait_for(self._producer.abort_transaction(), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await self._producer.abort_transaction()
             raise
         failpoints.reach(f"bus.in_transaction/{self._id}")
         await self._producer.commit_transaction()
@@ -218,17 +219,24 @@ async def start(connection: Connection, transactional_id: str | None = None) -> 
 
 async def stop(producer: AIOKafkaProducer) -> None:
     try:
-        await asyncio.wait_for(producer.stop(), STOP_S)
+        async with asyncio.timeout(STOP_S):  # `wait_for` of Python 3.11 can lose our cancellation
+            await producer.stop()
     except (TimeoutError, KafkaError):
         await abandon(producer)
+    except asyncio.CancelledError:
+        await abandon(producer)
+        raise
 
 
 async def abandon(producer: AIOKafkaProducer) -> None:
     """Stops `producer` without waiting for what it still holds. aiokafka has no public way to do it."""
     producer._closed = True
     sender = producer._sender.sender_task
-    if sender is not None:
-        sender.cancel()
-        with contextlib.suppress(asyncio.CancelledError, KafkaError, TimeoutError):
-            await asyncio.wait_for(sender, STOP_S)
-    await producer.client.close()
+    try:
+        if sender is not None:
+            sender.cancel()
+            await asyncio.wait({sender}, timeout=STOP_S)
+            if sender.done() and not sender.cancelled():
+                sender.exception()  # looked at: what it failed with is known from the call that failed
+    finally:
+        await producer.client.close()
