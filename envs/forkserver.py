@@ -29,6 +29,7 @@ REQUEST_BYTES_MAX = 8 << 20
 _LAST = {"load", "time", "memory", "flood"}  # kinds after which a candidate has no more frames
 _KINDS = {"ready", "loaded", "out", "exc", "setup", *_LAST}
 _LOOK_S = 0.05  # how often a silent child is looked at
+_PASSED_S_MAX = 4 * _LOOK_S  # the machine stood still where more passed between two looks
 _WALLS_MAX = 5  # a child that moves, but slowly, has this many times as long as one that doesn't
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
@@ -210,24 +211,32 @@ class _Supervision:
 
 
 class _Patience:
-    """How long a silent child may go on, by its processor time, so that a busy machine fails nobody."""
+    """How long a silent child may go on, by its processor time, so that a busy machine fails nobody.
+
+    Time in which this process did not look, because the machine stood still, is not held against the child.
+    """
 
     def __init__(self, pid: int, config: dict[str, Any]) -> None:
         self._pid = pid
         self._wall_s = config["wall_ms"] / 1000
         self._cpu_s = 2 * config["check_cpu_ms"] / 1000  # by then the child's own timer should have rung
-        self._silent_s = self._moved_s = time.monotonic()
+        self._looked_s = time.monotonic()
+        self._silent_s = self._still_s = 0.0
         self._first = self._used = _cpu_s(pid)
 
     def end(self) -> str:
         """`time` if its processor time is used up, `hang` if it does nothing or takes for ever, else ``."""
         now_s, used = time.monotonic(), _cpu_s(self._pid)
+        passed_s = min(now_s - self._looked_s, _PASSED_S_MAX)
+        self._looked_s = now_s
+        self._silent_s += passed_s
+        self._still_s += passed_s
         if used - self._used > 0.001:
-            self._moved_s, self._used = now_s, used
+            self._still_s, self._used = 0.0, used
         if used - self._first > self._cpu_s:
             return "time"
-        forever = now_s - self._silent_s > _WALLS_MAX * self._wall_s
-        return "hang" if forever or now_s - self._moved_s > self._wall_s else ""
+        forever = self._silent_s > _WALLS_MAX * self._wall_s
+        return "hang" if forever or self._still_s > self._wall_s else ""
 
 
 def _cpu_s(pid: int) -> float:

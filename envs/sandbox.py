@@ -31,7 +31,7 @@ from headrace.errors import ConfigError, SandboxError
 REPLY_BYTES_MAX = 64 << 20
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop()); from headrace.envs.forkserver import main; main()"
 _START_S_MAX = 20.0
-_STOP_S_MAX = 2.0
+_STOP_S_MAX = 30.0
 
 
 class Job(msgspec.Struct, frozen=True):
