@@ -90,6 +90,7 @@ class _Replica:
         self._client = client
         self._acked: dict[Role, tuple[int, str]] = {}
         self._pending: _Load | None = None
+        self._asked_s = 0.0
         self._reachable = True
         self._refused: dict[Role, tuple[int, str]] = {}
 
@@ -97,6 +98,7 @@ class _Replica:
         config = self._relay.config
         while not stop.is_set():
             wait_ms = config.poll_ms
+            self._asked_s = time.monotonic()
             try:
                 status = await self._client.status()
                 self._see(True)
@@ -244,11 +246,11 @@ class _Replica:
         pending = self._pending
         if pending is None:
             return False
-        now_s = time.monotonic()
-        restarted = now_s - status.up_s > pending.replica_started_s + RESTART_S
+        # from before the question: an answer that we came to late is no restart
+        restarted = self._asked_s - status.up_s > pending.replica_started_s + RESTART_S
         served = ((status.version, status.root), *status.hosted)
         ended = (pending.version, pending.root) in served
-        if ended or restarted or now_s > pending.deadline_s:
+        if ended or restarted or time.monotonic() > pending.deadline_s:
             self._pending = None
         return self._pending is not None
 

@@ -34,6 +34,7 @@ ROUND_S = 1200.0
 FIRST_STEP_S = 240.0
 STALLED_S = 180.0
 """Without a new step for so long the loop is stuck: a fault, not patience."""
+SERVED_S = 15.0
 REFRESH_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -189,9 +190,20 @@ class Loop:
 
     async def _halt(self) -> bool:
         self._screen.phase("stopping the loop")
+        await self._last_served()
         await self._crew.stop()
         await self._follower.refresh()
         return not self._stop.is_set()
+
+    async def _last_served(self) -> None:
+        """A relay that is behind has SERVED_S for the weights of a trainer that has ended. Where they can't
+        be served the run ends all the same."""
+        if not self._crew.children["trainer"].ended.is_set():
+            return
+        end = time.monotonic() + SERVED_S
+        while self.view.served < self.view.step and time.monotonic() < end and not self._stop.is_set():
+            self._check()
+            await asyncio.sleep(0.1)
 
     async def _until(self, true: Callable[[], bool], deadline_s: float, expected: str) -> bool:
         async def what() -> bool:

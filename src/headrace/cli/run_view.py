@@ -83,6 +83,8 @@ class RunView:
     """Newest announced version."""
     release: Release = field(default_factory=Release)
     replicas: dict[str, r.WeightsAck] = field(default_factory=dict)
+    served: int = 0
+    """Newest version that a replica has said it serves beside any release."""
     rounds: dict[tuple[str, str, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """By (round, mode, version)."""
     tried: set[tuple[str, str, int, str, int]] = field(default_factory=set)
@@ -115,6 +117,8 @@ class RunView:
                     self.version = record.version
             case r.WeightsAck() if record.outcome == "serving":
                 self.replicas[f"{record.region}/{record.replica}"] = record
+                if not record.role:
+                    self.served = max(self.served, record.version)
             case r.Evaluation():
                 key = (record.round, record.mode, record.version, record.task_id, record.sample)
                 if key not in self.tried:
