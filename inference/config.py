@@ -29,8 +29,9 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 64
     """Own tokens (earlier turns) of one sequence computed in one step, at most."""
     beside_live_rows: Annotated[int, msgspec.Meta(ge=1)] = 8
-    """Rollout sequences that share a step with live ones, at most; the others wait, and of new prompts one is
-    computed. More make rollouts quicker and live users slower (benchmarks/live_lane.md)."""
+    """Rollout sequences that go on while live users are about, at most, and of new prompts one a step; the
+    others wait. While a live sequence is at work, in one step of eight only. More make rollouts quicker and
+    live users slower (benchmarks/live_lane.md)."""
     threads: int = 1
     """Of torch; the numbers do not depend on it."""
     stop_ms_max: int = 5_000

@@ -2,8 +2,9 @@
 clock.
 
 A *slot* is the place of one sequence in the decoder. Rollouts never hold more than `slots - live_slots`, so
-a live sequence always finds one that rollouts can't take; and while live users are about, no rollout gets one
-beyond `beside_live`, so that they share small, quick steps. Any thread may offer; only the engine's takes.
+a live sequence always finds one that rollouts can't take. While one is at work rollouts stand still, but for
+one step in LIVE_STEPS, so that they end too where live ones never do. While the next one is expected
+`beside_live` go on, in small, quick steps. Any thread may offer; only the engine's takes.
 """
 
 import threading
@@ -20,6 +21,10 @@ LIVE_ROUNDS: Final = 64
 comes in the middle of a step has to wait for its end."""
 
 
+LIVE_STEPS: Final = 8
+"""Of so many steps with a live sequence one has rollouts in it."""
+
+
 class Scheduler(Generic[_T]):
     """`T` is whatever waits (the engine's sequences)."""
 
@@ -30,6 +35,7 @@ class Scheduler(Generic[_T]):
         self._beside_live = beside_live
         self._rollout_slots = 0
         self._live_rounds = 0
+        self._rounds = 0
         self._free = list(range(slots - 1, -1, -1))
         self._lane_of: dict[int, Lane] = {}
         self._waiting: dict[Lane, deque[_T]] = {"live": deque(), "rollout": deque()}
@@ -56,6 +62,7 @@ class Scheduler(Generic[_T]):
         """Once a step, before `peek`."""
         with self._changed:
             self._live_rounds = max(0, self._live_rounds - 1)
+            self._rounds += 1
 
     def peek(self) -> tuple[Lane, _T] | None:
         """Who is next and may have a slot now."""
@@ -114,12 +121,18 @@ class Scheduler(Generic[_T]):
     @property
     def live_near(self) -> bool:
         """A live sequence holds a slot, or did a moment ago."""
-        return self._live_rounds > 0 or len(self._lane_of) > self._rollout_slots
+        return self._live_rounds > 0 or self._live_runs
 
     @property
     def rollouts_max(self) -> int:
-        """Rollouts that may share a step as things are."""
+        """Rollouts that may have a part in a step as things are."""
+        if self._live_runs and self._rounds % LIVE_STEPS:
+            return 0
         return self._beside_live if self.live_near else self._rollout_slots_max
+
+    @property
+    def _live_runs(self) -> bool:
+        return len(self._lane_of) > self._rollout_slots
 
     @property
     def slots_used(self) -> int:

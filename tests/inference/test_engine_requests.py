@@ -115,9 +115,10 @@ def test_live_overtakes_rollouts() -> None:
 
 
 def test_only_the_oldest_rollouts_go_on_beside_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six rollouts run, two may share a step with live: during three live tokens, and a step longer, the two
-    oldest go on, then all; each ends with the numbers that it has without live."""
+    """Six rollouts run, two may go on while live users are about: in every second step of three live tokens,
+    and a step longer, the two oldest do, then all; each ends with the numbers that it has without live."""
     monkeypatch.setattr(scheduler, "LIVE_ROUNDS", 2)
+    monkeypatch.setattr(scheduler, "LIVE_STEPS", 2)
     config = msgspec.structs.replace(CONFIG, beside_live_rows=2)
     alone = complete(tiny_engine(config), generation(members=6))[0]
     engine = tiny_engine(config)
@@ -129,26 +130,27 @@ def test_only_the_oldest_rollouts_go_on_beside_live(monkeypatch: pytest.MonkeyPa
         before = engine.status().tokens_generated
         engine.step()
         made.append(engine.status().tokens_generated - before)
-    assert made == [3, 3, 3, 2, 6]
+    assert made == [1, 3, 1, 2, 6]
     assert live.done[0].finish == "length"
     run_out(engine)
     assert [numbers(rollouts.done[m]) for m in range(6)] == [numbers(alone[m]) for m in range(6)]
 
 
-def test_prompts_of_rollouts_are_few_beside_live() -> None:
-    """Beside a live sequence one new prompt of a rollout is computed in a step, without live as many as
-    `step_tokens` holds."""
+def test_prompts_of_rollouts_are_few_beside_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a live sequence one new prompt of a rollout is computed in every second step, without live as
+    many as `step_tokens` holds."""
+    monkeypatch.setattr(scheduler, "LIVE_STEPS", 2)
     engine = tiny_engine()
-    submit(engine, generation("live", lane="live", tokens_max=3))
+    submit(engine, generation("live", lane="live", tokens_max=6))
     engine.step()
     for name in ("a", "bb", "ccc"):
         submit(engine, generation(name))
     prefilled = []
-    for _ in range(2):
+    for _ in range(4):
         before = engine.status().tokens_prefilled
         engine.step()
         prefilled.append(engine.status().tokens_prefilled - before)
-    assert prefilled == [70, 70]
+    assert prefilled == [0, 70, 0, 70]
 
 
 def test_cancel_frees_slots_and_queue() -> None:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from headrace.errors import Overloaded
-from headrace.inference.scheduler import LIVE_ROUNDS, Scheduler
+from headrace.inference.scheduler import LIVE_ROUNDS, LIVE_STEPS, Scheduler
 
 
 def scheduler(slots: int = 3, live_slots: int = 1, beside: int = 9, queue_max: int = 4) -> Scheduler[str]:
@@ -54,7 +54,8 @@ def test_later_turns_go_before_first_ones() -> None:
 
 
 def test_few_rollouts_beside_live() -> None:
-    """While a live sequence holds a slot rollouts get their few; a while after it is gone, all of theirs."""
+    """While a live sequence holds a slot rollouts get their few, in one step of LIVE_STEPS; a while after it
+    is gone, all of theirs."""
     queue = scheduler(slots=6, beside=2, queue_max=9)
     queue.offer("rollout", [f"r{n}" for n in range(7)], "t")
     queue.offer("live", ["l1"], "t")
@@ -62,6 +63,13 @@ def test_few_rollouts_beside_live() -> None:
     assert live == ("live", "l1")
     slot = queue.take("live")
     assert drain(queue) == ["r0", "r1"]
+    allowed = []
+    for _ in range(2 * LIVE_STEPS):
+        queue.begin_round()
+        allowed.append(queue.rollouts_max)
+    assert allowed == 2 * ([0] * (LIVE_STEPS - 1) + [2])
+    queue.begin_round()
+    assert queue.peek() is None
     queue.give_back(slot)
     for _ in range(LIVE_ROUNDS):
         assert (queue.live_near, queue.rollouts_max) == (True, 2)
