@@ -15,7 +15,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiokafka import AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
-from aiokafka.errors import IllegalOperation, KafkaError
+from aiokafka.client import ConnectionGroup, CoordinationType
+from aiokafka.errors import (
+    ConcurrentTransactions,
+    IllegalOperation,
+    InvalidProducerEpoch,
+    KafkaError,
+    ProducerFenced,
+    UnknownError,
+    for_code,
+)
+from aiokafka.producer.transaction_manager import TransactionResult
+from aiokafka.protocol.transaction import EndTxnRequest
 
 from headrace import failpoints
 from headrace.bus.kafka.connection import Connection
@@ -108,6 +119,8 @@ class KafkaTransactor:
                 self.broken = self._connection.named(f"transaction of {self._id}", error)
                 raise self.broken from error
             except IllegalOperation as error:
+                if (reason := self._died_of()) is not None:
+                    self.broken = self._connection.named(f"transaction of {self._id}", reason)
                 raise self.broken from error
             self.broken = None
             return offsets
@@ -123,7 +136,7 @@ class KafkaTransactor:
         try:
             sending = append(self._producer, messages, placed)
             if group is not None and positions:
-                offsets = await _both(sending, self._send_positions(group, positions))
+                offsets, _ = await asyncio.gather(sending, self._send_positions(group, positions))
             else:
                 offsets = await sending
         except BaseException:
@@ -133,27 +146,52 @@ class KafkaTransactor:
                     await self._producer.abort_transaction()
             raise
         failpoints.reach(f"bus.in_transaction/{self._id}")
-        await self._producer.commit_transaction()
+        try:
+            await self._producer.commit_transaction()
+        except KafkaError as error:
+            if not isinstance(error.__cause__, UnknownError):
+                raise
+            if await self._overtaken():
+                raise ProducerFenced from error
+            raise BusUnavailable(
+                f"{self._id}: the last transaction ended without an answer: start anew"
+            ) from error
         return offsets
+
+    async def _overtaken(self) -> bool:
+        """Asks for the same end again, after an answer that says nothing.
+
+        A broker that has begun to fence, and not yet counted up the epoch, fails with an error it has no name
+        for (Kafka 4.3: an IllegalStateException in `TransactionMetadata.prepareTransitionTo`). A moment later
+        it says whether a newer holder has the id.
+        """
+        sender, transaction = self._producer._sender, self._producer._txn_manager
+        end = EndTxnRequest(
+            transactional_id=self._id,
+            producer_id=transaction.producer_id,
+            producer_epoch=transaction.producer_epoch,
+            transaction_result=TransactionResult.COMMIT,
+        )
+        found = UnknownError
+        while found in (UnknownError, ConcurrentTransactions):
+            await asyncio.sleep(RETRY_BACKOFF_MS / 1000)
+            node = sender._coordinators[CoordinationType.TRANSACTION]
+            answer = await self._producer.client.send(node, end, group=ConnectionGroup.COORDINATION)
+            found = for_code(answer.error_code)
+        return found is InvalidProducerEpoch
+
+    def _died_of(self) -> KafkaError | None:
+        """What aiokafka's sending task ended with, where it has: fenced, the next call of this transaction
+        first meets a producer without one, which is no answer."""
+        sender = self._producer._sender.sender_task
+        if sender is None or not sender.done() or sender.cancelled():
+            return None
+        error = sender.exception()
+        return error if isinstance(error, KafkaError) else None
 
     async def _send_positions(self, group: str, positions: Positions) -> None:
         offsets = {KafkaPartition(*tp): position for tp, position in positions.items()}
         await self._producer.send_offsets_to_transaction(offsets, group)
-
-
-async def _both(sending: Awaitable[list[int]], positions: Awaitable[None]) -> list[int]:
-    """What `sending` gives, once both are done. When the producer learns of its end (fenced) by one of them,
-    the other may first meet a producer without a transaction: that is no answer, what the one raises is."""
-    calls = asyncio.ensure_future(sending), asyncio.ensure_future(positions)
-    try:
-        offsets, _ = await asyncio.gather(*calls)
-        return offsets
-    except IllegalOperation:
-        done, _ = await asyncio.wait(calls, timeout=STOP_S)
-        for error in [call.exception() for call in done]:
-            if isinstance(error, KafkaError):
-                raise error  # noqa: B904 - the cause, not what followed
-        raise
 
 
 async def place(messages: Sequence[Message], partitions: PartitionCount) -> dict[TopicPartition, list[int]]:
