@@ -1,10 +1,13 @@
 """The embedded log keeps the contract of every bus."""
 
+import asyncio
+import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from contract import BusContract
+from contract import DEADLINE_S, BusContract
 
 from headrace.wire.topics import Topic
 
@@ -28,3 +31,20 @@ class TestSqlite(BusContract):
                 "UPDATE partitions SET id = id + 100, begin = 0, next = 0 WHERE topic = ?", (topic.name,)
             )
         db.close()
+
+    async def freeze(self, address: str, process: asyncio.subprocess.Process) -> None:
+        """While we hold the lock: stopped in the middle of a heart-beat, it would keep the lock."""
+        path = address.removeprefix("sqlite:")
+        with closing(sqlite3.connect(path, timeout=DEADLINE_S, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(DEADLINE_S):
+                while not stopped(process.pid):  # noqa: ASYNC110 - the kernel stops it
+                    await asyncio.sleep(0.01)
+            db.execute("ROLLBACK")
+
+
+def stopped(pid: int) -> bool:
+    """Every thread of it: the one that writes is not the main one."""
+    states = [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}

@@ -75,7 +75,7 @@ def test_locked_file_is_waited_for_and_then_named(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
 
     async def run() -> None:
-        async with SqliteBus(path, lock_wait_ms=300) as bus:
+        async with SqliteBus(path, lock_wait_ms=300) as bus, SqliteBus(path, lock_wait_ms=60_000) as patient:
             await bus.create_topics([T])
             await bus.produce([v(1)])
             holder = sqlite3.connect(path, isolation_level=None)
@@ -83,7 +83,7 @@ def test_locked_file_is_waited_for_and_then_named(tmp_path: Path) -> None:
             with pytest.raises(BusUnavailable, match=r"log\.db: expected the lock within 300 ms"):
                 await bus.produce([v(2)])
             assert values(await read_all(bus, "t")) == [b"1"]
-            waiting = asyncio.create_task(bus.produce([v(3)]))
+            waiting = asyncio.create_task(patient.produce([v(3)]))
             await asyncio.sleep(0.05)
             holder.execute("ROLLBACK")
             holder.close()

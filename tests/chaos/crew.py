@@ -8,8 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +21,8 @@ RESTART_S_MAX = 0.5
 ALIVE_S = 60.0
 """A process that died is started again within this time."""
 QUIET_S = 0.25
-"""How long clients stand still before the broker is killed: docs/bus.md tells of the kill in the instant of a
-commit."""
+"""How long clients stand still at least before the broker is killed: what they have sent arrives. docs/bus.md
+tells of the kill in the instant of a commit."""
 READY = {
     "trainer": "trainer_start ",
     "experience": "ready ",
@@ -104,23 +103,23 @@ class Broker:
         assert pid is not None, "the broker is down"
         return pid
 
-    async def restart(self, clients: Sequence[Child], *, kill: bool) -> float:
-        """Down and up again; seconds until it answers. With `kill`, -9 while `clients` have just stood still
-        for QUIET_S: what they had committed is settled, what they had begun is not."""
-        begun_s = time.monotonic()
-        if kill:
+    async def kill(self, clients: Sequence[Child], settled: Callable[[], Awaitable[object]]) -> None:
+        """-9 while `clients` stand still, for QUIET_S and until `settled` returns: what they had committed is
+        settled, what they had begun is not."""
+        for child in clients:
+            send(child, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(QUIET_S)
+            await settled()
+            await asyncio.to_thread(local_kafka.down, self._directory, kill=True)
+        finally:
             for child in clients:
-                send(child, signal.SIGSTOP)
-            try:
-                await asyncio.sleep(QUIET_S)
-                await asyncio.to_thread(local_kafka.down, self._directory, kill=True)
-            finally:
-                for child in clients:
-                    send(child, signal.SIGCONT)
-        else:
-            await asyncio.to_thread(local_kafka.down, self._directory)
+                send(child, signal.SIGCONT)
+
+    async def restart(self) -> None:
+        """Down, unless it was killed, and up again; it answers on return."""
+        await asyncio.to_thread(local_kafka.down, self._directory)
         await asyncio.to_thread(local_kafka.up, self._directory)
-        return time.monotonic() - begun_s
 
 
 @asynccontextmanager

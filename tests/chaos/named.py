@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,16 @@ def _pid(marker: Path) -> int:
 
 def _look(place: str, pid: int, run: ChaosRun) -> Frozen:
     store = run.run_dir / "store"
-    paths = [path for path in store.rglob("*") if path.is_file()]
-    small = [path.read_bytes() for path in paths if path.stat().st_size < MANIFEST_BYTES_MAX]
+    found: dict[Path, bytes] = {}  # nothing of those that are too long for a manifest
+    for path in store.rglob("*"):
+        with suppress(FileNotFoundError):  # a blob is written under another name first, by those who go on
+            if path.is_file():
+                found[path] = path.read_bytes() if path.stat().st_size < MANIFEST_BYTES_MAX else b""
     return Frozen(
         place,
         pid,
         run.watch.step,
         len(run.watch.issued),
-        frozenset(str(path.relative_to(store)) for path in paths),
-        frozenset(json.loads(data)["version"] for data in small if data.startswith(b'{"run"')),
+        frozenset(str(path.relative_to(store)) for path in found),
+        frozenset(json.loads(data)["version"] for data in found.values() if data.startswith(b'{"run"')),
     )

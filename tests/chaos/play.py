@@ -101,6 +101,8 @@ class ChaosRun:
         self._begun_s = self._stepped_s = time.monotonic()
         self._logs: dict[str, ProcessLog] = {}
         self._paused: dict[str, asyncio.Task[None]] = {}
+        self._stillness = asyncio.Lock()
+        """While the broker is killed: nobody paused goes on."""
         self._kills: Counter[str] = Counter()
         self._hit: dict[str, Done] = {}
         """By process: its last kill, until it works again."""
@@ -252,15 +254,22 @@ class ChaosRun:
             broker.signal(signal.SIGSTOP)
             self._go_on_later(fault, lambda: broker.signal(signal.SIGCONT))
             return
-        clients = [child for name, child in self.crew.children.items() if name not in self._paused]
-        done.working_s = await broker.restart(clients, kill=fault.kind == "kill")
+        begun_s = time.monotonic()
+        if fault.kind == "kill":
+            async with self._stillness:
+                clients = [child for name, child in self.crew.children.items() if name not in self._paused]
+                # the ends are told once the markers of what was committed are in the log
+                await broker.kill(clients, lambda: self.bus.ends(list(TOPICS)))
+        await broker.restart()
+        done.working_s = time.monotonic() - begun_s
 
     def _go_on_later(self, fault: Fault, go_on: Callable[[], None]) -> None:
         async def later() -> None:
             try:
                 await asyncio.sleep(fault.pause_s)
             finally:
-                go_on()
+                async with self._stillness:
+                    go_on()
                 self._paused.pop(fault.target, None)
 
         self._paused[fault.target] = asyncio.create_task(later())

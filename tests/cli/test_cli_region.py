@@ -1,6 +1,7 @@
 """The region's cache as the relay's process is given it."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,17 @@ from headrace.cli import settings as tree
 from headrace.cli.options import Place
 from headrace.cli.processes import blobs, region_blobs
 from headrace.errors import StoreError
+from headrace.store import cache
 from headrace.store.blobs import Blob
 
 
-def test_relays_of_a_region_share_what_one_has_fetched(tmp_path: Path, redis_url: str) -> None:
+def test_relays_of_a_region_share_what_one_has_fetched(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second relay has the blob though the store has lost it; one without `relay.cache` has not."""
+    # a busy machine must not look like a Redis that is away
+    patient = partial(cache.CachedBlobs.open, timeout_s=20.0)
+    monkeypatch.setattr(cache.CachedBlobs, "open", staticmethod(patient))
 
     def relay(**flags: str) -> Place:
         names = {"store.uri": f"file://{tmp_path}/store", **flags}

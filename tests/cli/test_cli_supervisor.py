@@ -36,8 +36,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 async def ready(crew: Crew, name: str) -> int:
-    """Pid of a child that has come up."""
-    await crew.wait(lambda: _true(name in living(crew.run_dir)), deadline_s=DEADLINE_S, expected=name)
+    """Pid of an `experience` that works: its pid file is there before it can be asked to stop."""
+    log_path = crew.children[name].log_path
+    await crew.wait(
+        lambda: _true(name in living(crew.run_dir) and b" ready " in log_path.read_bytes()),
+        deadline_s=DEADLINE_S,
+        expected=name,
+    )
     return living(crew.run_dir)[name]
 
 
@@ -179,7 +184,7 @@ def test_a_child_that_does_not_stop_is_killed(run_dir: Path) -> None:
         async with Crew(run_dir, stop_s=0.3) as crew:
             await crew.start("experience", "experience")
             os.kill(await ready(crew, "experience"), signal.SIGSTOP)
-            await asyncio.wait_for(crew.stop(), 10)
+            await asyncio.wait_for(crew.stop(), 60)
             return crew.children["experience"].process.returncode
 
     assert asyncio.run(act()) == -signal.SIGKILL

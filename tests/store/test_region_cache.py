@@ -17,8 +17,8 @@ from headrace.store.blobs import Blob, Blobs
 from headrace.store.cache import TOO_LARGE, CachedBlobs
 from local_redis import LocalRedis
 
-PATIENT = {"timeout_s": 20.0}
-"""Where the test is not about a slow Redis: a busy machine must not look like one."""
+PATIENT = {"timeout_s": 20.0, "lock_ms": 60_000}
+"""Where the test is not about a slow Redis or a dead relay: a busy machine must not look like one."""
 DEADLINE_S = 60.0
 
 
@@ -163,16 +163,32 @@ def test_the_lock_of_a_dead_relay_expires(store: Store, redis_url: str) -> None:
     run(scenario)
 
 
-def test_a_long_fetch_keeps_its_lock(store: Store, redis_url: str) -> None:
-    """The fetch takes three times as long as a lock lasts: it is renewed, and nobody else fetches."""
+def test_a_long_fetch_keeps_its_lock(store: Store, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock gets its whole life back after each third of it, and nobody else fetches."""
+    within, asked_s = cache._within, set[float]()
+
+    async def briefly(seconds: float, event: asyncio.Event) -> bool:
+        asked_s.add(seconds)
+        return await within(0.01, event)
+
+    monkeypatch.setattr(cache, "_within", briefly)
 
     async def scenario(stack: AsyncExitStack) -> None:
         blob = await store.blobs.put(b"abc")
-        store.meanwhile = lambda: asyncio.sleep(4.5)
-        found = await relays(stack, store, redis_url, 3, lock_ms=1_500)
+        client = await peer(stack, redis_url)
+
+        async def renewed_three_times() -> None:
+            for _ in range(3):
+                await client.pexpire(lock(blob), 30_000)
+                while await client.pttl(lock(blob)) <= 30_000:  # noqa: ASYNC110 - the relay renews
+                    await asyncio.sleep(0.01)
+
+        store.meanwhile = renewed_three_times
+        found = await relays(stack, store, redis_url, 3, lock_ms=60_000)
         answers = await asyncio.gather(*(relay.get(blob.uri, blob.sha256) for relay in found))
         assert answers == [b"abc"] * 3
         assert store.fetches == 1
+        assert asked_s == {20.0}
 
     run(scenario)
 
@@ -239,13 +255,15 @@ def test_a_redis_that_hangs_is_given_up(
 
     async def scenario(stack: AsyncExitStack) -> None:
         blobs = [await store.blobs.put(bytes([n]) * (n + 2)) for n in range(5)]
-        [relay] = await relays(stack, store, local_redis.url, timeout_s=1.0)
+        [relay] = await relays(stack, store, local_redis.url)
         for blob in blobs:
             await relay.get(blob.uri, blob.sha256)
         local_redis.freeze()
+        relay._timeout_s = 1.0
         for n, blob in enumerate(blobs[:2]):
             assert await relay.get(blob.uri, blob.sha256) == bytes([n]) * (n + 2)
         local_redis.thaw()
+        relay._timeout_s = PATIENT["timeout_s"]
         for n, blob in enumerate(blobs):
             assert await relay.get(blob.uri, blob.sha256) == bytes([n]) * (n + 2)
 
