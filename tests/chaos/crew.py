@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from chaos.faults import PROCESSES
+from faulty_run import quiet
 from headrace.bus import local_kafka
 from headrace.cli.supervisor import Child, Crew
 
@@ -21,9 +22,6 @@ RESTARTS_MAX = 1_000_000
 RESTART_S_MAX = 0.5
 ALIVE_S = 60.0
 """A process that died is started again within this time."""
-QUIET_S = 0.25
-"""How long clients stand still before the broker is killed: docs/bus.md tells of the kill in the instant of a
-commit."""
 READY = {
     "trainer": "trainer_start ",
     "experience": "ready ",
@@ -105,18 +103,11 @@ class Broker:
         return pid
 
     async def restart(self, clients: Sequence[Child], *, kill: bool) -> float:
-        """Down and up again; seconds until it answers. With `kill`, -9 while `clients` have just stood still
-        for QUIET_S: what they had committed is settled, what they had begun is not."""
+        """Down and up again; seconds until it answers. With `kill`, -9 while `clients` are `quiet`."""
         begun_s = time.monotonic()
         if kill:
-            for child in clients:
-                send(child, signal.SIGSTOP)
-            try:
-                await asyncio.sleep(QUIET_S)
+            async with quiet([child.pid for child in clients if child.process.returncode is None]):
                 await asyncio.to_thread(local_kafka.down, self._directory, kill=True)
-            finally:
-                for child in clients:
-                    send(child, signal.SIGCONT)
         else:
             await asyncio.to_thread(local_kafka.down, self._directory)
         await asyncio.to_thread(local_kafka.up, self._directory)
