@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from headrace.bus import local_kafka
 from local_redis import LocalRedis
 
+settings.register_profile("stalls", settings.default, deadline=None)
+"""No deadline for one example: a crowded machine stands still for longer than any of them takes."""
+settings.load_profile("stalls")
 _KAFKA_HALF = pytest.StashKey[str]()
 _REDIS_PART = pytest.StashKey[str]()
 

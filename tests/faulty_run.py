@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import zstandard
@@ -34,6 +34,9 @@ from headrace.wire.topics import RECORD_BYTES_MAX, TOPICS
 
 DEADLINE_S = 240.0
 """Of each wait: seconds on an idle machine, minutes on a crowded one."""
+QUIET_S = 0.25
+"""How long clients stand still before the broker is killed: docs/bus.md tells of the kill in the instant of a
+commit."""
 GROUPS_PER_STEP = 4
 GROUP_SIZE = 4
 SMALL = (
@@ -65,22 +68,23 @@ class Watch:
         self.letters: dict[str, list[DeadLetter]] = defaultdict(list)
         """By the place of the record."""
 
-    async def refresh(self) -> None:
-        """Reads all that is committed by now; nothing while the log is away."""
+    async def refresh(self) -> bool:
+        """Reads what is committed by now; whether it read all of that: while the log is away it can't."""
         try:
             if not self._there:
                 self._there = (await self._bus.topics()).keys() >= WATCHED
             ends = await self._bus.ends(sorted(WATCHED)) if self._there else {}
             new = {tp: self._positions.get(tp, 0) for tp in ends if ends[tp] > self._positions.get(tp, 0)}
             if not new:
-                return
+                return True
             async with self._bus.reader(new) as reader, asyncio.timeout(DEADLINE_S):
                 while any(reader.positions()[tp] < ends[tp] for tp in new):
                     for delivery in await reader.read():
                         self._apply(delivery)
                     self._positions.update(reader.positions())
         except BusUnavailable:
-            return
+            return False
+        return True
 
     def _apply(self, delivery: Delivery) -> None:
         try:
@@ -143,10 +147,10 @@ class FaultyRun:
         end = time.monotonic() + DEADLINE_S
         while True:
             ended = self.process.returncode is not None
-            await self.watch.refresh()
+            whole = await self.watch.refresh()
             if what():
                 return
-            assert not ended, f"expected {expected}, the demo ended:\n{self.told()}"
+            assert not (ended and whole), f"expected {expected}, the demo ended:\n{self.told()}"
             assert time.monotonic() < end, f"expected {expected} within {DEADLINE_S} s:\n{self.told()}"
             await asyncio.sleep(0.05)
 
@@ -156,8 +160,7 @@ class FaultyRun:
             await self.until(lambda: name in living(self.run_dir) and working(), f"{name} in mid-work")
             pid = living(self.run_dir)[name]
             os.kill(pid, signal.SIGSTOP)
-            await self.watch.refresh()
-            if working():
+            if await self.watch.refresh() and working():
                 os.kill(pid, signal.SIGKILL)
                 self.killed.append(name)
             else:
@@ -172,7 +175,9 @@ class FaultyRun:
         """Waits for the demo's end; its exit code."""
         async with asyncio.timeout(DEADLINE_S):
             code = await self.process.wait()
-        await self.watch.refresh()
+        async with asyncio.timeout(DEADLINE_S):
+            while not await self.watch.refresh():  # noqa: ASYNC110 - nobody tells that the log is back
+                await asyncio.sleep(0.05)
         return code
 
     def told(self) -> str:
@@ -203,6 +208,25 @@ async def started(run_dir: Path, address: str, *words: str) -> AsyncIterator[Fau
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+@asynccontextmanager
+async def quiet(pids: Sequence[int]) -> AsyncIterator[None]:
+    """Clients of a log that stand still in the block, and for QUIET_S before it: what they had committed is
+    settled, what they had begun is not."""
+    for pid in pids:
+        _send(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(QUIET_S)
+        yield
+    finally:
+        for pid in pids:
+            _send(pid, signal.SIGCONT)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def junk() -> list[tuple[bytes, Headers]]:

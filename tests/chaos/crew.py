@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from chaos.faults import PROCESSES
+from faulty_run import quiet
 from headrace.bus import local_kafka
 from headrace.cli.supervisor import Child, Crew
 
@@ -20,9 +21,6 @@ RESTARTS_MAX = 1_000_000
 RESTART_S_MAX = 0.5
 ALIVE_S = 60.0
 """A process that died is started again within this time."""
-QUIET_S = 0.25
-"""How long clients stand still at least before the broker is killed: what they have sent arrives. docs/bus.md
-tells of the kill in the instant of a commit."""
 READY = {
     "trainer": "trainer_start ",
     "experience": "ready ",
@@ -104,17 +102,10 @@ class Broker:
         return pid
 
     async def kill(self, clients: Sequence[Child], settled: Callable[[], Awaitable[object]]) -> None:
-        """-9 while `clients` stand still, for QUIET_S and until `settled` returns: what they had committed is
-        settled, what they had begun is not."""
-        for child in clients:
-            send(child, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(QUIET_S)
+        """-9 while `clients` are `quiet` and `settled` has returned."""
+        async with quiet([child.pid for child in clients if child.process.returncode is None]):
             await settled()
             await asyncio.to_thread(local_kafka.down, self._directory, kill=True)
-        finally:
-            for child in clients:
-                send(child, signal.SIGCONT)
 
     async def restart(self) -> None:
         """Down, unless it was killed, and up again; it answers on return."""

@@ -375,7 +375,7 @@ def test_the_bound_on_length_is_the_same_to_both() -> None:
 rewards = st.sampled_from([0.0, 0.5, 0.5 + 1e-12, 1.0, 2e6, float("nan"), None])
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=150)
 @given(
     st.lists(rewards, min_size=2, max_size=2),
     st.lists(st.sampled_from([0, 2, 37, 38]), min_size=2, max_size=2),

@@ -27,6 +27,7 @@ from headrace.wire.records import Experience, GroupFailed, Prompt, Record, Rewar
 from headrace.wire.topics import PROMPTS, REWARDS, ROLLOUT_STEPS, TOPICS
 
 LAYERS, TOP_K = 2, 1
+WAIT_S = 60.0
 MARKS = {name: 256 + i for i, name in enumerate(tokenizer.SPECIAL)}
 
 
@@ -159,7 +160,7 @@ def prompt(number: int, run: str = "r", **changes: object) -> Prompt:
 
 
 @contextlib.asynccontextmanager
-async def a_bus(address: str = "sqlite::memory:", session_ms: int = 2_000) -> AsyncIterator[Bus]:
+async def a_bus(address: str = "sqlite::memory:", session_ms: int = 60_000) -> AsyncIterator[Bus]:
     async with open_bus(address, session_ms=session_ms) as bus:
         await bus.create_topics(list(TOPICS.values()))
         yield bus
@@ -233,7 +234,7 @@ async def joined(bus: Bus, run: str = "r", *, now_ms: int = 0) -> list[Experienc
     return [output.record for output in fold.drain().outputs if isinstance(output.record, Experience)]
 
 
-async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_S):
         while not await holds():  # noqa: ASYNC110 - the log tells no event
             await asyncio.sleep(0.01)

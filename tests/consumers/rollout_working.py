@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from rollout_doubles import (
+    WAIT_S,
     Model,
     Verdicts,
     arena,
@@ -44,7 +45,7 @@ async def working(
         yield worker
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, WAIT_S)
 
 
 async def all_committed(bus: Bus) -> bool:

@@ -3,7 +3,9 @@
 import asyncio
 
 import msgspec
+import pytest
 from rollout_doubles import (
+    WAIT_S,
     Model,
     a_bus,
     call,
@@ -19,6 +21,7 @@ from rollout_doubles import (
 from rollout_working import CONFIG, GROUP, all_committed, asked, hanging, moved, whole_count, working
 
 from headrace.bus.protocol import TopicPartition
+from headrace.bus.sqlite import groups
 from headrace.rpc.generation import Generation
 from headrace.wire.topics import PROMPTS, REWARDS, ROLLOUT_STEPS
 
@@ -120,7 +123,7 @@ def test_two_workers_share() -> None:
             one, two = Model(), Model()
             async with working(bus, one, name="one"), working(bus, two, name="two"):
                 issued = 0
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(WAIT_S):
                     while not (one.requests and two.requests):
                         await issue(bus, *(prompt(issued + i) for i in range(8)))
                         issued += 8
@@ -176,23 +179,28 @@ def test_partition_goes_and_returns() -> None:
     asyncio.run(case())
 
 
-def test_slow_group_keeps_its_partitions() -> None:
+def test_slow_group_keeps_its_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that takes four sessions long is asked for once: heart-beats go on, no rebalance."""
+    session_ms, now_ms = 200, 0
+    monkeypatch.setattr(groups, "_now_ms", lambda: now_ms)
 
     async def case() -> None:
-        async with a_bus(session_ms=200) as bus:
+        nonlocal now_ms
+        async with a_bus(session_ms=session_ms) as bus:
             held = asyncio.Event()
             model = hanging("r-0000000", held)
-            await issue(bus, prompt(0))
+            await issue(bus, prompt(0), partition=0)  # which stays where it is when another member comes
             async with working(bus, model) as worker:
                 await until(lambda: asked(model))
                 async with working(bus, model, name="other") as other:
-                    asyncio.get_running_loop().call_later(0.8, held.set)
+                    while now_ms < 4 * session_ms:  # no time passes in a stall, which holds up the beats
+                        await asyncio.sleep(0.01)
+                        now_ms += 10
+                    held.set()
                     await until(lambda: all_committed(bus))
-                    moved = worker.counts["moved"]
-            assert moved + worker.counts["finished"] == 1
-            assert other.counts["finished"] == moved
-            assert len(model.requests) == 2 + moved
+            assert (worker.counts["moved"], worker.counts["finished"]) == (0, 1)
+            assert other.counts["finished"] == 0
+            assert len(model.requests) == 2
             assert len((await whole_groups(bus))["r-0000000"]) == 1
 
     asyncio.run(case())

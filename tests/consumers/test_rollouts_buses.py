@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from rollout_doubles import (
+    WAIT_S,
     Model,
     a_bus,
     issue,
@@ -51,7 +52,7 @@ def test_slow_first_group_on_both_buses(address: str, run: RunConfig) -> None:
     """A slow first group: the others behind it are out, nothing is committed past it until it is."""
 
     async def case() -> None:
-        async with a_bus(address, session_ms=1_000) as bus:
+        async with a_bus(address, session_ms=10_000) as bus:
             held = asyncio.Event()
             first = await issue(bus, prompt(0, run.name), partition=3)
             positions = await issue(bus, *(prompt(i, run.name) for i in range(1, 4)), partition=3)
@@ -71,14 +72,14 @@ def test_killed_in_the_middle_of_a_group(address: str, run: RunConfig) -> None:
     victim = Path(__file__).with_name("rollout_victim.py")
 
     async def case() -> None:
-        async with a_bus(address, session_ms=1_000) as bus:
+        async with a_bus(address, session_ms=10_000) as bus:
             positions = await issue(bus, *(prompt(i, run.name) for i in range(6)))
             child = subprocess.Popen([sys.executable, victim, address, run.name])  # noqa: ASYNC220 - a fork
             try:
                 await until(lambda: _torn(bus, 4, run.name))
             finally:
                 child.send_signal(signal.SIGKILL)
-                child.wait(10)
+                child.wait(WAIT_S)
             torn = {s.group_id: s.attempt for s in await steps(bus, run.name)}
             async with working(bus, name="heir", run=run):
                 await until(lambda: committed_to(bus, run, positions))
@@ -110,13 +111,13 @@ def test_worker_joins_and_leaves(address: str, run: RunConfig) -> None:
                 await until(lambda: asked(first))
                 async with working(bus, second, name="two", run=run):
                     issued = 16
-                    async with asyncio.timeout(30):
+                    async with asyncio.timeout(WAIT_S):
                         while not second.requests:
                             more = [prompt(issued + i, run.name) for i in range(4)]
                             positions |= await issue(bus, *more)
                             issued += 4
                             await asyncio.sleep(0.1)
-                await until(lambda: committed_to(bus, run, positions), 30)
+                await until(lambda: committed_to(bus, run, positions))
             assert len(await whole_groups(bus, run.name)) == issued
 
     asyncio.run(case())
@@ -129,7 +130,7 @@ def test_position_that_is_not_in_the_log(
     goes on at the oldest prompt that there is, and the position is right again."""
 
     async def case() -> None:
-        async with a_bus(address, session_ms=1_000) as bus:
+        async with a_bus(address, session_ms=10_000) as bus:
             positions = await issue(bus, *(prompt(i, run.name) for i in range(2)), partition=3)
             [(tp, end)] = positions.items()
             async with bus.transactor(f"operator-{run.name}") as operator:

@@ -133,7 +133,9 @@ def test_member_that_never_ends() -> None:
                 prompt(1),
                 partition=0,
             )
-            async with working(bus, hanging("r-0000000", asyncio.Event())):
+            hangs = hanging("r-0000000", asyncio.Event())
+            # by a clock that stands still its 400 ms run from the start of work, however late that is
+            async with working(bus, hangs, clock=ManualClock(short.admitted_ms)):
                 await until(lambda: all_committed(bus))
             assert [(f.group_id, f.reason) for f in await failures(bus)] == [
                 ("r-0000000", "r-0000000: the deadline passed")
@@ -222,7 +224,7 @@ def test_stop_lets_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
             held = asyncio.Event()
             model = hanging("r-0000000", held)
             await issue(bus, prompt(0))
-            config = msgspec.structs.replace(CONFIG, drain_ms=5_000)
+            config = msgspec.structs.replace(CONFIG, drain_ms=60_000)
             async with working(bus, model, config=config):
                 await until(lambda: asked(model))
                 asyncio.get_running_loop().call_later(0.3, held.set)

@@ -61,7 +61,7 @@ def test_from_prompt_to_tensors() -> None:
             stop = asyncio.Event()
             worker = Worker(bus, RUN, RolloutsConfig(), [replica], arena, "w")
             serving = asyncio.create_task(worker.serve(stop))
-            await until(lambda: _joined(bus, 2), within_s=60)
+            await until(lambda: _joined(bus, 2))
             stop.set()
             await serving
             groups = await joined(bus)
@@ -143,7 +143,7 @@ def test_watch(tmp_path: Path) -> None:
                 await announce(bus, blobs, *announced)
                 stop = asyncio.Event()
                 watching = asyncio.create_task(evaluation.run(bus, RUN, config, blobs, stop, env=ENV))
-                await until(lambda seen=seen: _watched(bus, seen), within_s=60)  # type: ignore[misc]
+                await until(lambda seen=seen: _watched(bus, seen))  # type: ignore[misc]
                 stop.set()
                 await watching
             assert await _watched(bus, {3, 8})

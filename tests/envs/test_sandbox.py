@@ -254,7 +254,7 @@ def test_dead_server_is_no_outcome_and_the_next_job_runs() -> None:
     """The fork server killed in mid-job raises SandboxError; the sandbox then starts another."""
 
     async def scenario() -> None:
-        async with await Sandbox.start(SandboxConfig(), ["toolz"]) as sandbox:
+        async with await Sandbox.start(SandboxConfig(wall_ms=20_000), ["toolz"]) as sandbox:
             running = asyncio.create_task(sandbox.run(job(program("import time\ntime.sleep(60)"))))
             (server,) = sandbox._servers
             await _until(lambda: bool(_children(server._process.pid)))
@@ -423,7 +423,7 @@ def _wait_asleep(pid: int) -> None:
         signal.sigtimedwait([], 0.005)
 
 
-async def _until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(0.002)

@@ -24,7 +24,7 @@ from headrace.inference import engine, server
 from headrace.inference.config import InferenceConfig
 from headrace.policy import checkpoint
 from headrace.rpc.client import InferenceClient
-from headrace.rpc.generation import Progress
+from headrace.rpc.generation import Completion, Generation, Progress
 
 WAIT_S = 60.0
 
@@ -85,12 +85,19 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def idle(client: InferenceClient) -> bool:
-    status = await client.status()
+    status = await client.status(timeout_s=WAIT_S)
     return (status.slots_used, status.queued_rollout, status.queued_live) == (0, 0, 0)
 
 
 async def busy(client: InferenceClient) -> bool:
     return not await idle(client)
+
+
+async def once(client: InferenceClient, request: Generation) -> Completion:
+    """Asks for one completion without a second try: `generate` goes on after a refusal."""
+    async with aclosing(client.stream(request, timeout_s=WAIT_S)) as stream:
+        [done] = [progress.completion async for progress in stream if progress.completion is not None]
+    return done
 
 
 async def health_of(client: InferenceClient) -> str:
@@ -230,19 +237,21 @@ def test_a_request_waits_for_the_version_that_it_needs(
     async def scenario() -> None:
         async with running(monkeypatch, queue_max=1) as (client, _, _):
             request = generation(tokens_max=8, version_min=1)
-            # the client and the replica share the deadline: either may be the one to say that it is over
-            over = "expected weights 1 or newer, got 0|expected an answer within the deadline, got none"
-            with pytest.raises(InferenceUnavailable, match=over):
-                await client.generate(request, timeout_s=0.2)
-            waiting = asyncio.ensure_future(client.generate(request, timeout_s=WAIT_S))
+            # whichever comes first waits in the only place, and so the other is refused
+            both = [asyncio.create_task(once(client, request)) for _ in range(2)]
+            [refused], [waiting] = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            with pytest.raises(Overloaded, match="1 of 1 waiting"):
+                refused.result()
             await client.generate(generation(tokens_max=8), timeout_s=WAIT_S)
             assert not waiting.done() and await idle(client)
-            with pytest.raises(Overloaded, match="1 of 1 waiting"):
-                await client.generate(request, timeout_s=0.2)
             assert (await client.load_weights(**staged(tmp_path, version=1, seed=2))).serving
-            done = (await waiting)[0]
-            assert [span.weights_version for span in done.spans] == [1]
+            assert [span.weights_version for span in (await waiting).spans] == [1]
             assert (await client.generate(request, timeout_s=WAIT_S))[0].weights_version == 1
+            later = msgspec.structs.replace(request, version_min=2)
+            # the client and the replica share the deadline: either may be the one to say that it is over
+            over = "expected weights 2 or newer, got 1|expected an answer within the deadline, got none"
+            with pytest.raises(InferenceUnavailable, match=over):
+                await client.generate(later, timeout_s=0.2)
 
     asyncio.run(scenario())
 
@@ -335,7 +344,7 @@ def test_stop_lets_requests_end_within_its_bound(monkeypatch: pytest.MonkeyPatch
     release = slow_steps(monkeypatch)
 
     async def scenario() -> None:
-        async with running(monkeypatch) as (client, stop, task):
+        async with running(monkeypatch, stop_ms_max=60_000) as (client, stop, task):
             flying = asyncio.ensure_future(client.generate(generation(), timeout_s=WAIT_S))
             await until(lambda: busy(client))
             stop.set()

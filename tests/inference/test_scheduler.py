@@ -117,7 +117,7 @@ def test_a_wake_before_the_wait_is_not_lost() -> None:
     """`wake`, then `wait`: it returns at once instead of sleeping through its time."""
     queue = scheduler()
     queue.wake()
-    waiter = threading.Thread(target=queue.wait, args=(60.0,), daemon=True)
+    waiter = threading.Thread(target=queue.wait, args=(600.0,), daemon=True)
     waiter.start()
-    waiter.join(5)
+    waiter.join(60)
     assert not waiter.is_alive()

@@ -33,7 +33,7 @@ def test_minus_zero_infinities_and_nan_payloads_survive() -> None:
     assert _pattern(delta.apply(base, delta.encode(base, new, weights_root), weights_root)) == _pattern(new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
     """Any weights from any base, sparse or dense, with gaps around 255."""

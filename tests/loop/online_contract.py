@@ -24,7 +24,7 @@ from headrace.wire.codec import decode, encode
 from headrace.wire.records import DeadLetter, Feedback, Record, TrainStep
 from headrace.wire.topics import DEAD_LETTERS, FEEDBACK, TRAIN_STEPS, Topic
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 STEPS = 10
 FORGED = "forged-suggestion-1"
 SMALL = """

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from loop_contract import Hurt, LoopContract, play
 
-from faulty_run import FaultyRun
+from faulty_run import FaultyRun, quiet
 from headrace.bus import local_kafka
+from headrace.cli.process import living
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.kafka]
 
@@ -35,7 +36,9 @@ def hurt(broker: Path, address: str, tmp_path_factory: pytest.TempPathFactory) -
 
     async def kill_the_broker(run: FaultyRun) -> None:
         """With SIGKILL; it comes back on the same port."""
-        await asyncio.to_thread(local_kafka.down, broker, kill=True)
+        async with quiet(list(living(run.run_dir).values())):
+            await run.watch.refresh()  # the step to wait for is one after the kill
+            await asyncio.to_thread(local_kafka.down, broker, kill=True)
         await asyncio.to_thread(local_kafka.up, broker)
         await run.goes_on()
 

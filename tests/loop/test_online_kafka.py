@@ -6,7 +6,7 @@ import uuid
 import pytest
 from online_contract import OnlineContract, Played, play
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.kafka]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.kafka]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from online_contract import OnlineContract, Played, play
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ HOLES = source.holes(TEXT)
 SPECIAL = CODEC.special
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(HOLES))
 def test_a_hole_never_changes_the_tokens_around_it(hole: source.Hole) -> None:
     """tokens(prefix) + tokens(fill) + tokens(suffix) == tokens(whole)."""
@@ -26,7 +26,7 @@ def test_a_hole_never_changes_the_tokens_around_it(hole: source.Hole) -> None:
     assert CODEC.encode(prefix) + CODEC.encode(hole.text) + CODEC.encode(suffix) == CODEC.encode(TEXT)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60))
 def test_any_text_survives_and_never_yields_a_special_token(text: str) -> None:
     """decode(encode(x)) == x, with ids below the special ones, whatever the text."""

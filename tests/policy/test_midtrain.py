@@ -87,7 +87,6 @@ def test_examples_are_dialogues_that_the_harness_would_make() -> None:
     assert 20 < retries < 100
 
 
-@pytest.mark.timeout(60)
 def test_the_same_arguments_give_the_same_seed(tmp_path: Path) -> None:
     """Four steps twice: equal files, a curve, a smaller loss than at the start."""
     codec = load_seed()[2]

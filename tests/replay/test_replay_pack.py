@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_that_names_the_pack(tmp_path: Path) -> None:
         full.add("a", b"1")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_changed_byte_is_refused(pack: Path, tmp_path: Path, share: float, flip: int) -> None:
     """Wherever it is: before anything of the pack is used, with the file and the part or byte in the

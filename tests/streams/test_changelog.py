@@ -151,7 +151,7 @@ _RECORDS: list[Record] = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(_RECORDS), st.booleans(), st.booleans()), max_size=40))
 def test_restarts_change_nothing(steps: list[tuple[Record, bool, bool]]) -> None:
     """Committing and starting anew from the changelog at any points gives the outcome of one uninterrupted

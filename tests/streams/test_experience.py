@@ -276,7 +276,7 @@ def arrivals(draw: st.DrawFn) -> tuple[Arrivals, Arrivals]:
     return timed, draw(st.permutations(timed + draw(st.lists(st.sampled_from(timed), max_size=6))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(arrivals())
 def test_any_order_gives_the_same_outcome(both: tuple[Arrivals, Arrivals]) -> None:
     """In whatever order equal records are read, and however often, they close to the same experience,
@@ -299,7 +299,7 @@ _EVENTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(_EVENTS), min_size=1, max_size=30))
 def test_invariants_of_two_attempts(records: list[Record]) -> None:
     """A group closes exactly once; no rollout mixes attempts; complete means every member whole and rewarded;

@@ -313,7 +313,7 @@ def _crafted() -> st.SearchStrategy[Feedback]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.booleans() | _crafted(), max_size=30))
 def test_crafted_events_stop_nothing(told: list[bool | Feedback]) -> None:
     """Whatever a record says that decodes, it is taken or refused as a record; every suggestion ends once,
@@ -363,7 +363,7 @@ def topics(draw: st.DrawFn) -> tuple[list[tuple[int, Record]], list[tuple[int, R
     return list(zip(made, steps, strict=True)), list(zip(heard, events, strict=True)), order
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(topics(), st.sampled_from([None, 0, 3_000]), st.integers(1, 4))
 def test_any_interleaving_gives_the_same_judgements(
     both: tuple[list[tuple[int, Record]], list[tuple[int, Record]], list[bool]],

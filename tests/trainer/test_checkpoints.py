@@ -244,9 +244,10 @@ def test_records_from_before_pruning_was_told() -> None:
     assert sorted(kept.live([*old, later])) == [3, 4]
 
 
-def test_a_run_keeps_what_its_ledger_says(tmp_path: Path) -> None:
+def test_a_run_keeps_what_its_ledger_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight steps, one checkpoint each, two kept and every fourth for ever: the store holds the live ones and
     no other, and a restart begins with the newest."""
+    monkeypatch.setattr("headrace.consumers.checkpoints.DELETE_S", 60.0)
     place = Place(tmp_path)
     config = msgspec.structs.replace(
         CONFIG, checkpoint_every=1, checkpoints_kept=2, checkpoints_forever_every=4

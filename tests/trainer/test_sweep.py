@@ -227,7 +227,7 @@ def test_the_trainer_sweeps_and_the_command_shows(place: Place, capsys: pytest.C
             aged(place, orphan.uri, hours=2)
             config = msgspec.structs.replace(CONFIG, sweep_every_ms=1)
             task = asyncio.create_task(place.train(bus, place.until(1), config))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (place.directory / "store" / orphan.uri).exists():  # noqa: ASYNC110 - a file has no event
                     await asyncio.sleep(0.01)
                 await bus.produce(messages(place.groups(2)))

@@ -228,7 +228,7 @@ def test_waiting_for_data_raises_an_alarm_and_ends_on_stop(
             task = asyncio.create_task(
                 training.run(bus, place.run, config, Blobs.open(place.store), stop, seed=seed())
             )
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while caplog.text.count("alarm kind=no_experience") < 2:  # noqa: ASYNC110 - a log has no event
                     await asyncio.sleep(0.01)
                 stop.set()
@@ -250,11 +250,11 @@ def test_a_stop_in_mid_step_abandons_it(place: Place, monkeypatch: pytest.Monkey
             real = run_step
 
             def stopping(*args: Any, **kwargs: Any) -> Any:
-                asyncio.run_coroutine_threadsafe(_set(stop), loop).result(10)
+                asyncio.run_coroutine_threadsafe(_set(stop), loop).result(60)
                 return real(*args, **kwargs)
 
             monkeypatch.setattr("headrace.consumers.ranks.run_step", stopping)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await training.run(bus, place.run, CONFIG, Blobs.open(place.store), stop, seed=seed())
             assert await place.ledger(bus) == []
             monkeypatch.setattr("headrace.consumers.ranks.run_step", real)

@@ -7,8 +7,9 @@ import pytest
 from training_cases import TrainingCases
 from training_place import Place
 
+pytestmark = [pytest.mark.timeout(400), pytest.mark.kafka]
 
-@pytest.mark.kafka
+
 class TestTrainingOnKafka(TrainingCases):
     @pytest.fixture
     def place(self, tmp_path: Path, kafka: str) -> Place:

@@ -6,6 +6,8 @@ import pytest
 from training_cases import TrainingCases
 from training_place import Place
 
+pytestmark = pytest.mark.timeout(400)
+
 
 class TestTrainingOnSqlite(TrainingCases):
     @pytest.fixture

@@ -84,7 +84,7 @@ def test_a_refused_canary_is_not_sent_at_every_look(tmp_path: Path) -> None:
     verdict may hang on it."""
     replica: Any = Replica()
     region: Any = Region(tmp_path, [False, False, True])
-    asyncio.run(asyncio.wait_for(weights._Replica(region, replica).keep(asyncio.Event()), 20))
+    asyncio.run(asyncio.wait_for(weights._Replica(region, replica).keep(asyncio.Event()), 60))
     assert region.waits_ms == [77] * 4
     assert replica.asked == [1] * 4
     assert region.said == [(1, "no room")] * 3

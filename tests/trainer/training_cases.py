@@ -97,7 +97,7 @@ class TrainingCases:
             [sys.executable, str(SCRIPT), place.bus, place.store, settings, *fuses],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=240,
         )
         assert done.stdout.split() == ["-9"] * (len(fuses) - 1) + ["0"], done.stderr
         steps = asyncio.run(ledger())
@@ -172,7 +172,7 @@ class TrainingCases:
 
                 held = Held(Blobs.open(place.store), Fuse("never", 1))
                 first = asyncio.create_task(place.train(bus, blobs=held))
-                await asyncio.wait_for(reached.wait(), 20)
+                await asyncio.wait_for(reached.wait(), 60)
                 steps = await place.train(bus)
                 go_on.set()
                 with pytest.raises(Fenced):
@@ -207,7 +207,7 @@ class TrainingCases:
             env={**os.environ, failpoints.VARIABLE: f"{asleep_at}=SIGSTOP:{place.directory}/asleep"},
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=240,
         )
         assert done.stdout.split() == ["asleep", "0", str(Fenced.exit_code)], done.stderr
         assert f"fenced run={place.run.name}" in done.stderr

@@ -59,7 +59,7 @@ class Place:
         self, bus: Any, run: RunConfig | None = None, config: TrainerConfig = CONFIG, blobs: Any = None
     ) -> list[TrainStep]:
         """Trains to `steps_max` and gives the ledger."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             await training.run(
                 bus,
                 run or self.run,
