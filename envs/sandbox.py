@@ -179,7 +179,8 @@ class _Server:
     async def ask(self, request: bytes, deadline_s: float) -> dict[str, Any]:
         try:
             self._writer.write(struct.pack("!I", len(request)) + request)
-            await asyncio.wait_for(self._writer.drain(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._writer.drain()
         except (OSError, TimeoutError) as error:
             raise SandboxError(f"sandbox: the fork server does not listen: {error}") from error
         return await self._answer(deadline_s)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from headrace.producers.client import FeedbackClient
 
-gateway, buffer = sys.argv[1], Path.home() / ".cache" / "my-plugin" / "feedback.db"
+gateway = sys.argv[1] if sys.argv[1:] else sys.exit(__doc__)
+buffer = Path.home() / ".cache" / "my-plugin" / "feedback.db"
 with FeedbackClient(gateway, buffer=buffer, user="ada", client="my-plugin/1.0") as client:
     client.publish(suggestion_id="demo-live-7", kind="shown")
     client.publish(suggestion_id="demo-live-7", kind="accepted", accepted_length=31)

@@ -28,7 +28,8 @@ WINDOW: Final = 16
 STREAM_WAIT_S: Final = 5.0
 """So long a stream is held back (by not reading it) before a limit ends it."""
 HANDSHAKE_MS: Final = 10_000
-GRACE_S: Final = 1.0
+GRACE_S: Final = 5.0
+"""For the answers to what is durable by then; a stream that goes on sending is ended after it."""
 
 
 class GrpcHalf:

@@ -128,11 +128,13 @@ def _tell(done: dict[str, Any], refused: list[str], *, as_json: bool) -> None:
 def _flush(client: "FeedbackClient") -> None:
     """Sends for `FLUSH_S` at most; says what stands in the way as soon as something does."""
     end_s, told = time.monotonic() + FLUSH_S, ""
-    while not client.flush(max(0.0, min(TELL_S, end_s - time.monotonic()))) and time.monotonic() < end_s:
+    while not client.flush(max(0.0, min(TELL_S, end_s - time.monotonic()))):
         error = client.status().last_error
         if error and error != told:
             print(f"headrace: not acknowledged yet, trying for {FLUSH_S:.0f} s: {error}", file=sys.stderr)
             told = error
+        if time.monotonic() >= end_s:
+            return
 
 
 def _send(client: "FeedbackClient", args: argparse.Namespace, refused: list[str]) -> None:
