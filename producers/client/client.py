@@ -28,6 +28,8 @@ SEND_S_MAX: Final = 40.0
 """A gateway whose broker restarts answers within 30 s."""
 BACKOFF_S_MIN: Final = 0.25
 BACKOFF_S_MAX: Final = 60.0
+END_S: Final = 1.0
+"""`close` waits so long for the sending thread, whose call it has cut short: no editor hangs when it ends."""
 
 Dropped = Callable[[Sequence[Event]], None]
 Refused = Callable[[Sequence[tuple[Event, str]]], None]
@@ -144,7 +146,7 @@ class FeedbackClient:
             self._closing = True
             self._work.set()
             self._transport.interrupt()
-            self._thread.join(1.0)
+            self._thread.join(END_S)
         try:
             self._left = self._buffer.counts()["waiting"]
         finally:

@@ -1,6 +1,7 @@
 """A gateway for a test: in this process on a log in memory, or as a process of its own that can be killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -31,8 +32,10 @@ from headrace.wire.codec import decode
 from headrace.wire.records import Feedback
 from headrace.wire.topics import FEEDBACK
 
-WAIT_S = 30.0
+WAIT_S = 90.0
+"""Longer than any wait inside of it, and less than a test may take."""
 ROOT = Path(__file__).resolve().parents[2]
+HEAD = b"POST /v1/events HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def event(number: int = 0, **fields: Any) -> Event:
@@ -132,6 +135,20 @@ def post(url: str, body: bytes | None, **headers: str) -> Answer:
             content = error.read()
         body_of = json.loads(content) if content.startswith(b"{") else content.decode()
         return Answer(error.code, body_of, dict(error.headers))
+
+
+async def sent(place: Place, data: bytes) -> bytes:
+    """What the HTTP port answers to `data` until it closes. Reads while it writes: what is too large is
+    refused before all of it came, and the rest is not waited for long."""
+    host, port = place.addresses.http.split(":")
+    reader, writing = await asyncio.open_connection(host, int(port))
+    writing.write(data)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := await asyncio.wait_for(reader.read(65_536), 60):
+            answer += chunk
+    writing.close()
+    return answer
 
 
 def json_batch(events: Sequence[Any]) -> bytes:

@@ -239,11 +239,11 @@ def test_health_reflection_and_page(tmp_path: Path) -> None:
     async def act(place: Place) -> None:
         async with grpc.aio.insecure_channel(place.addresses.grpc) as channel:
             asked = health_pb2.HealthCheckRequest(service=SERVICE)
-            found = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+            found = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=60)
             assert found.status == health_pb2.HealthCheckResponse.SERVING
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            call = stub.ServerReflectionInfo(iter([request]), timeout=10)
+            call = stub.ServerReflectionInfo(iter([request]), timeout=60)
             [listed] = [r async for r in call]
             assert SERVICE in {s.name for s in listed.list_services_response.service}
         url = f"http://{place.addresses.http}"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from gateway_place import Place, event, json_batch, method, on_a_gateway
+from gateway_place import HEAD, Place, event, json_batch, method, on_a_gateway, sent
 
 from headrace.errors import ConfigError, FeedbackOverloaded, FeedbackUnauthenticated
 from headrace.producers import feedback
 from headrace.producers.config import GatewayConfig
-from headrace.producers.gateway import keys
+from headrace.producers.gateway import keys, over_grpc
 from headrace.rpc.feedback import Event
 from headrace.rpc.feedback_messages import RETRY_AFTER, request_of
 
@@ -97,9 +97,10 @@ def test_ten_megabytes(tmp_path: Path) -> None:
         huge = event(1, text="x" * 10_000_000)
         error = await refused(place, request_of([huge]).SerializeToString())
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        answer = await place.post(json_batch([huge]))
-        assert answer.status == 413
-        assert "expected at most 1000000 bytes" in answer.body["error"]
+        body = json_batch([huge])
+        answer = await sent(place, HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"expected at most 1000000 bytes" in answer
         assert (await place.publish(BODY)).accepted == 1
 
     on_a_gateway(tmp_path, act)
@@ -118,8 +119,11 @@ def test_batches_have_a_bound(tmp_path: Path) -> None:
     on_a_gateway(tmp_path, act, batch_events_max=10)
 
 
-def test_rate_of_a_key(tmp_path: Path) -> None:
-    """At 10 events a second with a burst of 20, the 21st is told to come back; over both protocols."""
+def test_rate_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 10 events a second with a burst of 20, another 20 right after the burst are told to come back in two
+    seconds; over both protocols."""
+    take = keys.Bucket.take
+    monkeypatch.setattr(keys.Bucket, "take", lambda bucket, events, now_s: take(bucket, events, 0.0))
 
     async def act(place: Place) -> None:
         batch = request_of([event(i) for i in range(20)]).SerializeToString()
@@ -127,9 +131,9 @@ def test_rate_of_a_key(tmp_path: Path) -> None:
         error = await refused(place, batch)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         told = dict(error.trailing_metadata() or ())[RETRY_AFTER]
-        assert 500 < int(told) <= 2001
+        assert int(told) == 2001
         answer = await place.post(json_batch([event(i) for i in range(20)]))
-        assert (answer.status, answer.headers["Retry-After"] in ("1", "2")) == (429, True)
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "3")
 
     on_a_gateway(tmp_path, act, rate_events_per_s=10.0)
 
@@ -168,7 +172,7 @@ def test_slow_heads_and_bodies(tmp_path: Path) -> None:
         for number, (_, writer) in enumerate(slow):
             writer.write(head if number % 2 else head[:20])
         assert (await place.post(json_batch([event(1)]))).status == 200
-        answers = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in slow)), 10)
+        answers = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in slow)), 60)
         assert {answer.partition(b"\r\n")[0] for answer in answers} == {b"", b"HTTP/1.1 408 Request Timeout"}
         assert (await place.post(json_batch([event(2)]))).status == 200
         for _, writer in slow:
@@ -177,17 +181,18 @@ def test_slow_heads_and_bodies(tmp_path: Path) -> None:
     on_a_gateway(tmp_path, act, head_ms_max=400, body_ms_max=400)
 
 
-def test_a_thousand_connections(tmp_path: Path) -> None:
+def test_a_thousand_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 idle connections on each port, of which 100 are let in: the others are closed with a reason, and
     a client that was there before is served throughout."""
+    monkeypatch.setattr(over_grpc, "HANDSHAKE_MS", 60_000)
 
     async def act(place: Place) -> None:
         async with grpc.aio.insecure_channel(place.addresses.grpc) as channel:
             publish = method(channel, "Publish")
-            await publish(BODY, timeout=10)
+            await publish(BODY, timeout=60)
             sockets = await asyncio.to_thread(connected, place.addresses.http, 1000)
             sockets += await asyncio.to_thread(connected, place.addresses.grpc, 1000)
-            assert (await publish(request_of([event(2)]).SerializeToString(), timeout=10)).accepted == 1
+            assert (await publish(request_of([event(2)]).SerializeToString(), timeout=60)).accepted == 1
             assert await asyncio.to_thread(said, sockets[1999]) == b""
             told = await asyncio.to_thread(said, sockets[999])
             assert told.startswith(b"HTTP/1.1 503")
@@ -196,16 +201,18 @@ def test_a_thousand_connections(tmp_path: Path) -> None:
                 one.close()
             answer = None
             while answer is None:  # as soon as the closed ones are noticed
-                found = await place.post(json_batch([event(3)]))
-                answer = found if found.status == 200 else None
-            assert (await publish(request_of([event(4)]).SerializeToString(), timeout=10)).accepted == 1
+                with contextlib.suppress(OSError):  # closed before it could say why
+                    found = await place.post(json_batch([event(3)]))
+                    answer = found if found.status == 200 else None
+            assert (await publish(request_of([event(4)]).SerializeToString(), timeout=60)).accepted == 1
 
-    on_a_gateway(tmp_path, act, connections_max=100)
+    # Connecting may take longer than an idle connection is kept, which would free places meanwhile.
+    on_a_gateway(tmp_path, act, connections_max=100, head_ms_max=60_000)
 
 
 def connected(address: str, count: int) -> list[socket.socket]:
     host, port = address.split(":")
-    return [socket.create_connection((host, int(port)), timeout=10) for _ in range(count)]
+    return [socket.create_connection((host, int(port)), timeout=60) for _ in range(count)]
 
 
 def said(one: socket.socket) -> bytes:
@@ -262,7 +269,7 @@ def test_tls(tmp_path: Path) -> None:
         one_sided = grpc.ssl_channel_credentials(cert.read_bytes())
         target = place.addresses.grpc.replace("127.0.0.1", "localhost")
         async with grpc.aio.secure_channel(target, mutual) as channel:
-            assert (await method(channel, "Publish")(BODY, timeout=10)) is not None
+            assert (await method(channel, "Publish")(BODY, timeout=60)) is not None
         async with grpc.aio.secure_channel(target, one_sided) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await method(channel, "Publish")(BODY, timeout=3)
@@ -286,7 +293,7 @@ def test_a_handshake_that_does_not_come(tmp_path: Path) -> None:
         host, port = place.addresses.http.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 20) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
 
     on_a_gateway(tmp_path, act, tls_cert=str(cert), tls_key=str(key), head_ms_max=300)

@@ -63,7 +63,7 @@ async def issued(bus: Bus, run: str = "r") -> list[Prompt]:
     return sorted(found, key=lambda prompt: prompt.group_id)
 
 
-async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not await holds():  # noqa: ASYNC110 - the log tells no event
             await asyncio.sleep(0.01)
@@ -78,7 +78,7 @@ async def feeding(bus: Bus, run: RunConfig = RUN, config: PromptsConfig = CONFIG
         yield
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def has(bus: Bus, count: int, run: str = "r") -> None:
@@ -192,7 +192,7 @@ def test_feed_keeps_the_bound(address: str, run: RunConfig) -> None:
             await put(bus, TRAIN_STEPS.name, trained(2, run=run.name))
             await has(bus, 20, run.name)
             await put(bus, TRAIN_STEPS.name, trained(5, run=run.name))
-            await asyncio.wait_for(feed, 10)
+            await asyncio.wait_for(feed, 60)
             found = await issued(bus, run.name)
             assert [p.group_id for p in found] == ids(24, run.name)
             assert [p.weights_version for p in found] == [0] * 12 + [1] * 4 + [2] * 4 + [5] * 4
@@ -282,7 +282,7 @@ def test_second_feed_fences_the_first(address: str, run: RunConfig) -> None:
             await has(bus, 12, run.name)
             async with feeding(bus, endless):
                 version = 0
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while not old.done():
                         version += 1
                         await put(bus, WEIGHTS.name, published(version, run.name))
@@ -353,7 +353,7 @@ def test_log_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
             away: Any = Away(bus)
             with pytest.raises(BusUnavailable, match="test: away"):
                 await asyncio.wait_for(
-                    prompts.run(away, RUN, config, asyncio.Event(), env=ENV, task_ids=TASKS), 10
+                    prompts.run(away, RUN, config, asyncio.Event(), env=ENV, task_ids=TASKS), 60
                 )
 
     asyncio.run(case())
@@ -419,10 +419,10 @@ def test_killed(address: str, run: RunConfig) -> None:
             for count in counts:
                 child = subprocess.Popen([sys.executable, "-c", CHILD, address, run.name, str(counts[-1])])  # noqa: ASYNC220 - a fork
                 try:
-                    await until(lambda count=count: _at_least(bus, count, run.name), 60)  # type: ignore[misc]
+                    await until(lambda count=count: _at_least(bus, count, run.name))  # type: ignore[misc]
                 finally:
                     child.send_signal(signal.SIGKILL)
-                    child.wait(10)
+                    child.wait(60)
             assert [p.group_id for p in await issued(bus, run.name)] == ids(counts[-1], run.name)
 
     asyncio.run(case())

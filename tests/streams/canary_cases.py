@@ -94,7 +94,7 @@ class CanaryCases:
                     await self.until_said(bus, run_name, 2)
                     await send(*day(60, stable=0, canary=1))
                     with pytest.raises(self.OVERTAKEN):
-                        await asyncio.wait_for(first, 20)
+                        await asyncio.wait_for(first, 60)
                     await self.until_said(bus, run_name, 3)
                 assert await self.said(bus, run_name) == [
                     ("promoted", 0, 1.0),
@@ -135,7 +135,7 @@ class CanaryCases:
 
     async def until_said(self, bus: Bus, run_name: str, count: int) -> list[tuple[str, int, float]]:
         """All decisions, as soon as there are `count`."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(found := await self.said(bus, run_name)) < count:  # noqa: ASYNC110 - another task writes
                 await asyncio.sleep(0.02)
         return found
@@ -173,13 +173,13 @@ async def running(bus: Bus, run_name: str) -> AsyncIterator[None]:
         yield
     finally:
         stop.set()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
 
 async def until_read(bus: Bus, run_name: str) -> None:
     """Until the canary has committed a position at the end of the exposures: it commits what it only counted
     when it stops, or at once with a dead letter."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             ends = await bus.ends([EXPOSURES.name])
             committed = await bus.committed(canary.group_of(run_name), [EXPOSURES.name])

@@ -13,9 +13,8 @@ from headrace.wire.codec import decode, encode
 from headrace.wire.records import DeadLetter, Exposure, Feedback, GroupFailed, Record, Reward
 from headrace.wire.topics import EXPERIENCE_LIVE, FEEDBACK, REWARDS, ROLLOUT_STEPS
 
-SETTINGS = {"window_ms": 2_000, "orphan_ms": 1_500}
-SLOW_SETTINGS = {"window_ms": 6_000, "orphan_ms": 4_000}
-"""For a broker on a busy machine: what is sent on must come before the window ends."""
+SETTINGS = {"window_ms": 6_000, "orphan_ms": 4_000}
+"""For a busy machine: what is sent on must come before the window ends."""
 
 
 def messages(records: Iterable[Record]) -> list[Message]:

@@ -57,7 +57,7 @@ def process(
             join.kill()
 
 
-async def ended(join: subprocess.Popen[str], *, wait_s: float = 20) -> int:
+async def ended(join: subprocess.Popen[str], *, wait_s: float = 60) -> int:
     """Asks `join` to end; its exit status."""
     join.terminate()
     return await asyncio.to_thread(join.wait, wait_s)
@@ -115,7 +115,7 @@ async def zombie_wakes_up(bus: Bus, address: str, tmp_path: Path, prefix: str) -
         with process(join_command(address, tmp_path), tmp_path) as heir:
             await closed(bus, groups)
             zombie.send_signal(signal.SIGCONT)
-            out, _ = await asyncio.to_thread(zombie.communicate, None, 20)
+            out, _ = await asyncio.to_thread(zombie.communicate, None, 60)
             assert (zombie.returncode, out[:8]) == (Fenced.exit_code, "Fenced: ")
             await probe(bus, prefix)
             assert await ended(heir) == 0

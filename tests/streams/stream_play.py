@@ -13,7 +13,8 @@ from headrace.wire.codec import decode, encode
 from headrace.wire.records import Experience, Prompt, Record, Reward
 from headrace.wire.topics import EXPERIENCE, EXPERIENCE_LIVE, PARTITIONS, PROMPTS, REWARDS, ROLLOUT_STEPS
 
-WAIT_S = 40.0
+WAIT_S = 120.0
+"""Faust and a broker on a busy machine need most of a minute."""
 
 
 def messages(records: Iterable[Record]) -> list[Message]:
@@ -81,9 +82,9 @@ def far_ms() -> int:
     return time.time_ns() // 1_000_000 + 3_600_000
 
 
-async def play(bus: Bus, prefix: str) -> None:
-    """All scenarios at once, as groups `prefix name`: each closes as expected, once, and stays so after its
-    late records."""
+async def play(bus: Bus, prefix: str, *, once: bool = True) -> None:
+    """All scenarios at once, as groups `prefix name`: each closes as expected and stays so after its late
+    records; it goes out once, or, if not `once`, again as the same record."""
     deadlines = {}
     for scenario in SCENARIOS:
         group = f"{prefix} {scenario.name}"
@@ -95,7 +96,9 @@ async def play(bus: Bus, prefix: str) -> None:
         await bus.produce(messages(scenario.after(group, deadlines[group])))
     await probe(bus, prefix)
     found = await experiences(bus)
-    outcomes = {group: [Expected.of(experience) for experience in found[group]] for group in deadlines}
+    assert once or all(again == found[group][0] for group in deadlines for again in found[group])
+    out = {group: found[group] if once else found[group][:1] for group in deadlines}
+    outcomes = {group: [Expected.of(experience) for experience in out[group]] for group in deadlines}
     assert outcomes == {f"{prefix} {scenario.name}": [scenario.expected] for scenario in SCENARIOS}
 
 

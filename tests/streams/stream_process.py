@@ -75,7 +75,9 @@ async def main(address: str, blobs: str, mode: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with open_bus(address) as bus:
         if mode in FEEDBACK:
-            host = HostConfig(records_max=20, clock_skew_ms=0)
+            # A kill needs many transactions to fall between. With a window that ends, every transaction of a
+            # busy machine is time that what is sent on to another suggestion has not got.
+            host = HostConfig(records_max=20 if mode == "settled" else 500, clock_skew_ms=0)
             config = FeedbackStreamConfig(join=FEEDBACK[mode], host=host)
             await run_feedback(bus, config, stop, blobs=Blobs.open(blobs))
             return

@@ -14,7 +14,8 @@ from stream_records import COMPONENTS, failed, prompt, reward, rollout, step
 from headrace.wire.records import Experience, Record, Reward
 
 FAR_MS = 3_600_000
-NEAR_MS = 1_500
+NEAR_MS = 10_000
+"""What comes in time is in the log by then, also when the machine or the broker stands still for a while."""
 
 
 @dataclass(frozen=True)

@@ -44,15 +44,16 @@ def test_scenarios(scenario: Scenario) -> None:
     """The processor closes each group as the scenario says, once, and what comes later changes nothing."""
     fold = Fold(ExperienceJoin(CONFIG))
     deadline_ms = scenario.deadline_in_ms
+    closed_ms = deadline_ms if scenario.expected.closed == "timeout" else 1_000
     out = feed(fold, scenario.records("g", deadline_ms))
     if scenario.expected.closed == "timeout":
         assert out == advance(fold, deadline_ms) == []
         out = advance(fold, deadline_ms + 1)
     elif scenario.expected.closed == "failed":
         assert out == []
-        out = advance(fold, 1_000)
+        out = advance(fold, closed_ms)
     assert [Expected.of(experience) for experience in out] == [scenario.expected]
-    assert feed(fold, scenario.after("g", deadline_ms), at_ms=2_000) == []
+    assert feed(fold, scenario.after("g", deadline_ms), at_ms=closed_ms + 1_000) == []
     assert fold.counts["late"] == scenario.late
     assert (fold.open, fold.settled) == (0, 1)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from feedback_faults import judges_killed_in_mid_work
 from feedback_play import SETTINGS, closed_live, judged, messages, play_feedback
 from feedback_records import said, suggestion
@@ -17,6 +18,8 @@ from headrace.store.blobs import Blobs
 from headrace.streams.feedback import FeedbackConfig
 from headrace.streams.hosts.bus import HostConfig
 from headrace.streams.run import FeedbackStreamConfig, StreamConfig, run, run_feedback
+
+pytestmark = pytest.mark.timeout(400)
 
 HOST = HostConfig(clock_skew_ms=0)
 
@@ -86,7 +89,7 @@ def test_open_suggestions_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_an_accept_is_rewarded_within_seconds(tmp_path: Path) -> None:
-    """With `settle_ms` an accept is a live group two seconds later, though the window is hours."""
+    """With `settle_ms` an accept is soon a live group, though the window is hours."""
 
     async def main() -> None:
         async with log("sqlite::memory:") as bus:
@@ -97,7 +100,7 @@ def test_an_accept_is_rewarded_within_seconds(tmp_path: Path) -> None:
                 async def out() -> bool:
                     return await closed_live(bus) == Counter({("a", "complete"): 1})
 
-                await until(out, "the group", wait_s=10)
+                await until(out, "the group", wait_s=60)
 
             await feedback_joined(bus, tmp_path, body(), window_ms=7_200_000, settle_ms=100)
 

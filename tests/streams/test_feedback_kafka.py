@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from feedback_faults import judges_killed_in_mid_work
-from feedback_play import SLOW_SETTINGS, play_feedback
+from feedback_play import SETTINGS, play_feedback
 from stream_faults import ended, join_command, log, process
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.timeout(400), pytest.mark.kafka]
 
 
 @pytest.fixture
@@ -50,9 +50,7 @@ def test_feedback_scenarios_under_faust(kafka: str, tmp_path: Path, prefix: str)
     sent again carries the same id and content."""
 
     async def main() -> None:
-        join = {
-            f"HEADRACE_FEEDBACK_JOIN__JOIN__{name.upper()}": str(ms) for name, ms in SLOW_SETTINGS.items()
-        }
+        join = {f"HEADRACE_FEEDBACK_JOIN__JOIN__{name.upper()}": str(ms) for name, ms in SETTINGS.items()}
         environment = {
             "HEADRACE_BUS__ADDRESS": f"kafka:{kafka}",
             "HEADRACE_STORE__URI": f"file://{tmp_path}/blobs",
