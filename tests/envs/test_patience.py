@@ -29,6 +29,7 @@ class Machine:
 
 
 def test_a_child_that_does_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processor time in 0.4 s of looks 0.05 s apart: the ninth says so, the seventh not yet."""
     machine = Machine(monkeypatch)
     patience = _Patience(1, CONFIG)
     assert machine.looks(patience, 7) == ""
@@ -44,6 +45,7 @@ def test_a_machine_that_stood_still_is_not_held_against_the_child(monkeypatch: p
 
 
 def test_a_child_that_moves_slowly_has_longer_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two milliseconds of processor time between looks: five times as long, 2 s, and then no more."""
     machine = Machine(monkeypatch)
     patience = _Patience(1, CONFIG)
     assert machine.looks(patience, 39, used_s=0.002) == ""
@@ -51,5 +53,6 @@ def test_a_child_that_moves_slowly_has_longer_and_not_for_ever(monkeypatch: pyte
 
 
 def test_processor_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that computes all the time ends after twice the processor time of a check."""
     machine = Machine(monkeypatch)
     assert machine.looks(_Patience(1, CONFIG), 45, used_s=0.05) == "time"
