@@ -23,6 +23,7 @@ class SlowProducer:
 
     def __init__(self) -> None:
         self.client = Client()
+        self._txn_manager = None
         self.told = asyncio.Event()
         self._sender = SimpleNamespace(sender_task=asyncio.ensure_future(self._send()))
 

@@ -264,6 +264,7 @@ async def stop(producer: AIOKafkaProducer) -> None:
     except asyncio.CancelledError:
         await abandon(producer)
         raise
+    _hear(producer)
 
 
 async def abandon(producer: AIOKafkaProducer) -> None:
@@ -274,7 +275,15 @@ async def abandon(producer: AIOKafkaProducer) -> None:
         if sender is not None:
             sender.cancel()
             await asyncio.wait({sender}, timeout=STOP_S)
-            if sender.done() and not sender.cancelled():
-                sender.exception()  # looked at: what it failed with is known from the call that failed
     finally:
         await producer.client.close()
+    _hear(producer)
+
+
+def _hear(producer: AIOKafkaProducer) -> None:
+    """What its sender and its transaction ended with is told by the call that failed; unheard, asyncio would
+    log it once more, as an error that nobody handles."""
+    transaction = producer._txn_manager and producer._txn_manager._transaction_waiter
+    for future in (producer._sender.sender_task, transaction):
+        if future is not None and future.done() and not future.cancelled():
+            future.exception()
