@@ -7,6 +7,7 @@ long waiting raises an alarm. Not here: whether a group is trained (`trainer.adm
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
@@ -84,15 +85,16 @@ class Batches:
         BusUnavailable, StoreUnavailable.
 
         Simulated groups set the pace: the feed issues as many as steps consume. Live units ride along, as
-        many as there are up to their share; they set the pace only where nothing is simulated.
+        many as there are up to their share, or come within `live_wait_ms`; they set the pace only where
+        nothing is simulated.
         """
         batch = Batch(dict(self._positions))
         pace, riding = self._simulated, self._live
         if not pace.units:
             pace, riding = riding, pace
-        if not await self._take(pace, batch, seen, version, stop, wait=True):
+        if not await self._take(pace, batch, seen, version, stop):
             return None
-        await self._take(riding, batch, seen, version, stop, wait=False)
+        await self._take(riding, batch, seen, version, stop, wait_s=self._run.live_wait_ms / 1000)
         self._positions = batch.positions
         return batch
 
@@ -104,14 +106,16 @@ class Batches:
         version: int,
         stop: asyncio.Event,
         *,
-        wait: bool,
+        wait_s: float = math.inf,
     ) -> bool:
-        """Adds the lane's share to `batch`; False when told to stop before."""
+        """Adds the lane's share to `batch`, or what there is of it after `wait_s`; False when told to stop
+        before a share that has all time."""
+        until_s = time.monotonic() + wait_s
         fresh: set[str] = set()
         before = len(batch.entries)
         while len(fresh) < lane.units and len(batch.entries) - before < ENTRIES_FACTOR * lane.units:
-            if not lane.ahead and not await self._read(lane, batch, len(fresh), stop, wait=wait):
-                return not wait
+            if not lane.ahead and not await self._read(lane, batch, len(fresh), stop, until_s):
+                return until_s < math.inf
             delivery = lane.ahead[0]
             entry = await entry_of(delivery, self._blobs)
             lane.ahead.popleft()  # only now: a store that is away must not lose it
@@ -135,22 +139,23 @@ class Batches:
         return experience.source == "sim" or _oldest(experience) >= version - self._run.lag_versions_max
 
     async def _read(
-        self, lane: "_Lane", batch: Batch, fresh: int, stop: asyncio.Event, *, wait: bool
+        self, lane: "_Lane", batch: Batch, fresh: int, stop: asyncio.Event, until_s: float
     ) -> bool:
-        """Fills `lane.ahead`; False when told to stop, or when nothing is there and it may not `wait`. An
-        alarm each `alarm_ms` in which nothing came."""
+        """Fills `lane.ahead`; False when told to stop, or when nothing came until `until_s`. An alarm each
+        `alarm_ms` in which nothing came."""
         started_s = quiet_s = time.monotonic()
         while not lane.ahead:
             if stop.is_set():
                 return False
             deliveries = await lane.reader.read(
-                records_max=lane.steps_ahead * lane.units, wait_ms=WAIT_MS if wait else LOOK_MS
+                records_max=lane.steps_ahead * lane.units,
+                wait_ms=round(max(LOOK_MS, min(WAIT_MS, 1000 * (until_s - time.monotonic())))),
             )
             # A read fills up with one partition first: groups of the others would grow too old meanwhile.
             lane.ahead.extend(delivery for _, delivery in in_time_order(deliveries, {}))
             now_s = time.monotonic()
-            if not lane.ahead and not wait:
-                return False
+            if not lane.ahead and now_s >= until_s:
+                break
             if not lane.ahead and now_s - quiet_s >= self._alarm_s:
                 quiet_s = now_s
                 log.event(
@@ -163,7 +168,7 @@ class Batches:
                     groups_wanted=lane.units,
                 )
         batch.wait_s += time.monotonic() - started_s
-        return True
+        return bool(lane.ahead)
 
 
 @dataclass(slots=True)

@@ -34,6 +34,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Closed groups that one training step consumes, trained or dropped. 0: nothing is simulated."""
     live_per_step: AtLeastZero = 0
     """Live units that one training step consumes at most, beside the groups."""
+    live_wait_ms: AtLeastZero = 0
+    """How long a step that has its groups waits for live units that are missing in their share: with fewer
+    steps of more units, what people do weighs more beside quick rollouts. 0: what is there rides along."""
     group_size: AtLeastOne = 8
     lag_versions_max: AtLeastZero = 2
     """No token older than this many versions is trained."""
