@@ -28,6 +28,8 @@ from headrace.errors import BusError, BusUnavailable, Fenced
 class Ending:
     """A producer whose sender may have died; what is sent meets it without a transaction."""
 
+    _txn_manager: SimpleNamespace | None = None
+
     def __init__(self, died_of: KafkaError | None) -> None:
         self._sender = SimpleNamespace(sender_task=asyncio.get_running_loop().create_future())
         if died_of is not None:

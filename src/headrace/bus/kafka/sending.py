@@ -140,6 +140,7 @@ class KafkaTransactor:
             else:
                 offsets = await sending
         except BaseException:
+            _hear(self._producer)
             # An open transaction holds back every reader of its partitions until it times out.
             with contextlib.suppress(KafkaError, IllegalOperation, AssertionError, TimeoutError):
                 async with asyncio.timeout(STOP_S):
